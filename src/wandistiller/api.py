@@ -1,0 +1,287 @@
+"""The public Python API: the models, and every command as a function.
+
+This is the one place that joins the layers for a caller, so that ``WanModel.enable_offloading()`` can use ``memory`` while
+``models`` knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import nn
+
+from wandistiller.config.command import CommandConfig
+from wandistiller.config.doctor import DoctorConfig
+from wandistiller.config.export import ExportConfig
+from wandistiller.config.sample import SampleConfig
+from wandistiller.errors import UsageError, nearest
+from wandistiller.memory.streaming import BlockStream, stream_blocks
+from wandistiller.memory.vae_checkpointing import checkpoint_vae, uncheckpoint_vae
+from wandistiller.models.devices import find_device
+from wandistiller.models.load import load_model
+from wandistiller.models.sizes import find_size
+from wandistiller.models.stored import TRANSFORMER, VAE, inspect_checkpoint
+
+if TYPE_CHECKING:
+    from wandistiller.checkpoint.export import Exported
+    from wandistiller.doctor import Diagnosis
+    from wandistiller.sample.sampler import Sample
+
+ModelType = Literal["t2v", "i2v", "flf2v", "ti2v"]
+ConfigT = TypeVar("ConfigT", bound=CommandConfig)
+ModelT = TypeVar("ModelT", bound=type[nn.Module])
+
+
+def _saved_as(base: type[nn.Module]) -> Any:
+    """Let a subclass be saved under its base's name, so that whoever has diffusers alone loads it.
+
+    diffusers writes ``type(model).__name__`` into ``config.json`` and ``__module__`` into ``model_index.json``.
+    """
+
+    def rename(subclass: ModelT) -> ModelT:
+        subclass.__name__ = base.__name__
+        subclass.__module__ = base.__module__
+        return subclass
+
+    return rename
+
+
+@_saved_as(WanTransformer3DModel)
+class WanModel(WanTransformer3DModel):
+    """A Wan transformer: diffusers' own, with offloading and the argument names of the original Wan code as well.
+
+    Without arguments it is a Wan 2.1 1.3B. ``gradient_checkpointing`` and ``offload_to_cpu`` are states of the running
+    model; they are not saved with it.
+    """
+
+    def __init__(
+        self,
+        patch_size: tuple[int, ...] = (1, 2, 2),
+        num_attention_heads: int | None = None,
+        attention_head_dim: int | None = None,
+        in_channels: int | None = None,
+        out_channels: int | None = None,
+        text_dim: int = 4096,
+        freq_dim: int = 256,
+        ffn_dim: int = 8960,
+        num_layers: int = 30,
+        cross_attn_norm: bool = True,
+        qk_norm: str | bool | None = "rms_norm_across_heads",
+        eps: float = 1e-6,
+        image_dim: int | None = None,
+        added_kv_proj_dim: int | None = None,
+        rope_max_seq_len: int = 1024,
+        pos_embed_seq_len: int | None = None,
+        *,
+        model_type: ModelType | None = None,
+        dim: int | None = None,
+        num_heads: int | None = None,
+        in_dim: int | None = None,
+        out_dim: int | None = None,
+        gradient_checkpointing: bool = False,
+        offload_to_cpu: bool = False,
+        device: str | torch.device = "auto",
+    ) -> None:
+        """Build with random weights; ``device`` is where the blocks compute when ``offload_to_cpu`` is set."""
+        heads = num_attention_heads or num_heads or 12
+        if dim is not None and dim % heads:
+            raise UsageError(f"dim {dim} does not divide into {heads} heads.", fix="Choose num_heads that divides dim.")
+        head_dim = attention_head_dim or (dim // heads if dim else 128)
+        latent_channels = out_channels or out_dim or (48 if model_type == "ti2v" else 16)
+        reads_image = model_type in ("i2v", "flf2v")
+        super().__init__(
+            patch_size=patch_size,
+            num_attention_heads=heads,
+            attention_head_dim=head_dim,
+            # An image-to-video model also reads the first frame's latents and a mask of 4 channels.
+            in_channels=in_channels or in_dim or (2 * latent_channels + 4 if reads_image else latent_channels),
+            out_channels=latent_channels,
+            text_dim=text_dim,
+            freq_dim=freq_dim,
+            ffn_dim=ffn_dim,
+            num_layers=num_layers,
+            cross_attn_norm=cross_attn_norm,
+            qk_norm="rms_norm_across_heads" if qk_norm is True else qk_norm,
+            eps=eps,
+            image_dim=image_dim or (1280 if reads_image else None),
+            added_kv_proj_dim=added_kv_proj_dim or (heads * head_dim if reads_image else None),
+            rope_max_seq_len=rope_max_seq_len,
+            pos_embed_seq_len=pos_embed_seq_len or (514 if model_type == "flf2v" else None),
+        )
+        self._stream: BlockStream | None = None
+        if gradient_checkpointing:
+            self.enable_gradient_checkpointing()
+        if offload_to_cpu:
+            self.enable_offloading(device)
+
+    @classmethod
+    def from_size(cls, name: str, **state: Any) -> Self:
+        """Build a named size (``wan2.1-1.3b``, ``wan2.2-5b``, ...) with random weights."""
+        return cls(**{**find_size(name).transformer, **state})
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        gradient_checkpointing: bool = False,
+        offload_to_cpu: bool = False,
+    ) -> Self:
+        """Load from any dialect. With ``offload_to_cpu`` the weights go to host memory and ``device`` only computes."""
+        stored = inspect_checkpoint(Path(path), TRANSFORMER)
+        model = load_model(stored, dtype=dtype, device="cpu" if offload_to_cpu else device, model_class=cls)
+        assert isinstance(model, cls)
+        if gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+        if offload_to_cpu:
+            model.enable_offloading(device)
+        return model
+
+    @property
+    def model_type(self) -> ModelType:
+        """What the model draws from, read from its shapes."""
+        if self.config.pos_embed_seq_len is not None:
+            return "flf2v"
+        if self.config.in_channels != self.config.out_channels:
+            return "i2v"
+        return "ti2v" if self.config.in_channels == 48 else "t2v"
+
+    @property
+    def is_offloading(self) -> bool:
+        """Whether the blocks live in host memory."""
+        return self._stream is not None
+
+    def enable_offloading(self, device: str | torch.device = "auto") -> None:
+        """Keep the blocks in host memory and bring each to ``device`` when it computes; a second call changes nothing."""
+        if self._stream is None:
+            self._stream = stream_blocks(self, list(self.blocks), find_device(str(device)))
+
+    def disable_offloading(self) -> None:
+        """Bring the weights back into ordinary host memory; move the model with ``.to()`` afterwards."""
+        if self._stream is not None:
+            self._stream.detach()
+            self._stream = None
+
+
+@_saved_as(AutoencoderKLWan)
+class WanVAE(AutoencoderKLWan):
+    """A Wan VAE: diffusers' own, with gradient checkpointing that works for clips and keeps gradients equal."""
+
+    _supports_gradient_checkpointing = True
+
+    def __init__(
+        self,
+        base_dim: int = 96,
+        decoder_base_dim: int | None = None,
+        z_dim: int = 16,
+        dim_mult: tuple[int, ...] | list[int] = (1, 2, 4, 4),
+        num_res_blocks: int = 2,
+        attn_scales: tuple[float, ...] | list[float] = (),
+        temperal_downsample: tuple[bool, ...] | list[bool] = (False, True, True),
+        dropout: float = 0.0,
+        latents_mean: list[float] | None = None,
+        latents_std: list[float] | None = None,
+        is_residual: bool = False,
+        in_channels: int = 3,
+        out_channels: int = 3,
+        patch_size: int | None = None,
+        scale_factor_temporal: int | None = 4,
+        scale_factor_spatial: int | None = 8,
+        *,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        """Build with random weights; latent statistics not given are those of the released VAE, or mean 0 and std 1."""
+        released = find_size({16: "wan2.1-14b", 48: "wan2.2-5b"}.get(z_dim, "tiny")).vae
+        known = released if released["z_dim"] == z_dim else {"latents_mean": [0.0] * z_dim, "latents_std": [1.0] * z_dim}
+        super().__init__(
+            base_dim=base_dim,
+            decoder_base_dim=decoder_base_dim,
+            z_dim=z_dim,
+            dim_mult=list(dim_mult),
+            num_res_blocks=num_res_blocks,
+            attn_scales=list(attn_scales),
+            temperal_downsample=list(temperal_downsample),
+            dropout=dropout,
+            latents_mean=list(latents_mean or known["latents_mean"]),
+            latents_std=list(latents_std or known["latents_std"]),
+            is_residual=is_residual,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            patch_size=patch_size,
+            scale_factor_temporal=scale_factor_temporal,
+            scale_factor_spatial=scale_factor_spatial,
+        )
+        self.gradient_checkpointing = False
+        if gradient_checkpointing:
+            self.enable_gradient_checkpointing()
+
+    @classmethod
+    def from_size(cls, name: str, **state: Any) -> Self:
+        """Build the VAE of a named size with random weights."""
+        return cls(**{**find_size(name).vae, **state})
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        gradient_checkpointing: bool = False,
+    ) -> Self:
+        """Load from any dialect."""
+        model = load_model(inspect_checkpoint(Path(path), VAE), dtype=dtype, device=device, model_class=cls)
+        assert isinstance(model, cls)
+        if gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+        return model
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func: object = None) -> None:
+        """Recompute the inside of each layer in backward; gradients stay the same."""
+        if gradient_checkpointing_func is not None:
+            raise UsageError("The VAE's checkpointing function is its own.", why="its feature cache needs special care.")
+        checkpoint_vae(self)
+        self.gradient_checkpointing = True
+
+    def disable_gradient_checkpointing(self) -> None:
+        """Keep everything for backward."""
+        uncheckpoint_vae(self)
+        self.gradient_checkpointing = False
+
+
+def sample(config: SampleConfig | None = None, **fields: Any) -> list[Sample]:
+    """Generate; give a ``SampleConfig`` or its fields."""
+    from wandistiller.sample.sampler import run_sample
+
+    return run_sample(_config(SampleConfig, config, fields))
+
+
+def export(config: ExportConfig | None = None, **fields: Any) -> list[Exported]:
+    """Write a checkpoint in another format and prove it equal; give an ``ExportConfig`` or its fields."""
+    from wandistiller.checkpoint.export import run_export
+
+    return run_export(_config(ExportConfig, config, fields))
+
+
+def doctor(config: DoctorConfig | None = None, **fields: Any) -> Diagnosis:
+    """Check this machine and print what was found; give a ``DoctorConfig`` or its fields."""
+    from wandistiller.doctor import run_doctor
+
+    return run_doctor(_config(DoctorConfig, config, fields))
+
+
+def _config(config_class: type[ConfigT], config: ConfigT | None, fields: dict[str, Any]) -> ConfigT:
+    if config is not None and fields:
+        raise UsageError("Both a configuration and fields were given.", fix="Give one or the other.")
+    unknown = sorted(set(fields) - set(config_class.__dataclass_fields__))
+    if unknown:
+        hint = nearest(unknown[0], config_class.__dataclass_fields__)
+        raise UsageError(f"{config_class.__name__} has no field '{unknown[0]}'{hint}")
+    config = config or config_class(**fields)
+    config.check()
+    return config

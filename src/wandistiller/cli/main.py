@@ -1,0 +1,130 @@
+"""``wandistiller <command> [flags]``.
+
+The commands are a table of names; a command's configuration is imported to parse its flags, and the rest of the program
+only when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wandistiller.cli.arguments import parse_flags
+from wandistiller.config.command import CommandConfig
+from wandistiller.config.toml_file import read_config
+from wandistiller.errors import UsageError, WanDistillerError, nearest
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: where its configuration is, and what it is for."""
+
+    config: str
+    summary: str
+
+    def config_class(self) -> type[CommandConfig]:
+        module, _, name = self.config.partition(":")
+        found: type[CommandConfig] = getattr(importlib.import_module(f"wandistiller.config.{module}"), name)
+        return found
+
+
+COMMANDS: dict[str, Command] = {
+    "sample": Command("sample:SampleConfig", "generate pictures and clips from a checkpoint"),
+    "export": Command("export:ExportConfig", "write a checkpoint in another format, and prove it equal"),
+    "doctor": Command("doctor:DoctorConfig", "check this machine: devices, precisions, memory, buses, disk"),
+}
+_OPTIONAL_VALUES = {"--output-latent"}
+"""Flags that may stand without a value."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 0 done, 2 for wrong input, 1 for anything else that went wrong."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"wandistiller {version('wandistiller')}")
+        return 0
+    name, flags = arguments[0], arguments[1:]
+    try:
+        if name not in COMMANDS:
+            raise UsageError(f"There is no command '{name}'{nearest(name, COMMANDS)}", fix=f"Use one of {', '.join(COMMANDS)}.")
+        config = parse(name, flags)
+        config.check()
+        return run(name, config)
+    except WanDistillerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # whoever reads has seen enough: `wandistiller doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def parse(name: str, flags: Sequence[str]) -> Any:
+    """Return the command's configuration: defaults, then the file of ``--config``, then flags."""
+    config_class = COMMANDS[name].config_class()
+    flags = _fill_optional_values(flags)
+    path = _config_path(flags)
+    default = read_config(path, config_class, name, COMMANDS) if path else config_class()
+    return parse_flags(config_class, flags, default, f"wandistiller {name}")
+
+
+def run(name: str, config: CommandConfig) -> int:
+    """Call the Python function of a command; a function may return an exit code."""
+    from wandistiller import api
+    from wandistiller.terminal import quiet_libraries
+
+    quiet_libraries()
+    result = getattr(api, name.replace("-", "_"))(config)
+    return int(getattr(result, "exit_code", 0))
+
+
+def _config_path(flags: Sequence[str]) -> Path | None:
+    for index, flag in enumerate(flags):
+        if flag == "--config" and index + 1 < len(flags):
+            return Path(flags[index + 1])
+        if flag.startswith("--config="):
+            return Path(flag.removeprefix("--config="))
+    return None
+
+
+def _fill_optional_values(flags: Sequence[str]) -> list[str]:
+    filled: list[str] = []
+    for flag, following in itertools.zip_longest(flags, flags[1:], fillvalue="--"):
+        filled.append(flag)
+        if flag.replace("_", "-") in _OPTIONAL_VALUES and following.startswith("-"):
+            filled.append("auto")
+    return filled
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: wandistiller <command> [flags]",
+            "",
+            "Distil, fine-tune and sample Wan video diffusion models on the hardware you have.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "wandistiller <command> --help explains every flag. Start with: wandistiller sample --model tiny --prompt hello",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

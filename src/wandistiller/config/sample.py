@@ -1,0 +1,186 @@
+"""``wandistiller sample``: from a checkpoint and a prompt to a picture or a clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from wandistiller.config.command import CommandConfig, DtypeName
+from wandistiller.errors import UsageError
+
+PICTURE_SUFFIXES = (".png",)
+CLIP_SUFFIXES = (".mp4",)
+LATENT_SUFFIXES = (".safetensors",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig(CommandConfig):
+    """Generate pictures (PNG), clips (MP4) or latents from a Wan checkpoint.
+
+    Give a pipeline with --model and say what to draw with --prompt; or give single files with --checkpoint,
+    --vae-checkpoint and precomputed text embeddings with --cond and --uncond.
+    """
+
+    model: str | None = None
+    """Pipeline to sample from: a diffusers folder, a hub id (owner/name), a folder of original Wan files, or 'tiny', which
+    is in the box and has random weights. Only the parts that are needed are read."""
+
+    prompt: tuple[str, ...] = ()
+    """What to draw; several prompts give several outputs."""
+
+    prompt_file: Path | None = None
+    """Text file with one prompt a line, UTF-8; an alternative to --prompt."""
+
+    negative_prompt: str = ""
+    """What guidance pushes away from; leave it empty unless the model's card recommends one."""
+
+    image: Path | None = None
+    """First frame, for image-to-video checkpoints; it is resized to --width and --height."""
+
+    checkpoint: Path | None = None
+    """Transformer weights: a safetensors file (diffusers, original or ComfyUI), a shard index or a folder. With --model it
+    replaces the pipeline's transformer."""
+
+    checkpoint_2: Path | None = None
+    """Weights of the second, low-noise expert of a two-expert model (Wan 2.2 A14B)."""
+
+    vae_checkpoint: Path | None = None
+    """VAE weights; with --model they replace the pipeline's VAE. Without any VAE only latents can be written."""
+
+    cond: Path | None = None
+    """Safetensors file with the text embeddings to draw (key 'embeddings'); no text encoder is loaded then."""
+
+    uncond: Path | None = None
+    """Safetensors file with the embeddings of the negative (usually empty) prompt; needed when --cfg-scale is above 1."""
+
+    output: Path = Path("sample.png")
+    """File to write: .png for a picture, .mp4 for a clip, .safetensors for latents. Several outputs are numbered."""
+
+    output_latent: Path | None = None
+    """Also write the final latents here (safetensors, key 'latent'). The bare flag puts them beside --output."""
+
+    steps: int = 40
+    """Solver steps. 40 to 50 is what Wan is released with; fewer is faster and coarser."""
+
+    cfg_scale: float | None = None
+    """Guidance: 1 switches it off and halves the time, 3 to 6 follow the prompt more closely. Default: the model's own."""
+
+    cfg_scale_2: float | None = None
+    """Guidance for the low-noise expert; default: the model's own, or else --cfg-scale."""
+
+    sigma_shift: float | None = None
+    """Shift of the schedule towards noise; more for larger pictures (3 at 480p, 5 at 720p). Default: the model's own."""
+
+    boundary: float | None = None
+    """Sigma below which the second expert takes over. Default: the pipeline's own, or 0.875."""
+
+    solver: Literal["auto", "euler", "unipc"] = "auto"
+    """How to follow the flow. 'auto' takes the pipeline's own; unipc needs fewer steps than euler."""
+
+    width: int | None = None
+    """Width in pixels. Default: what the model is usually sampled at."""
+
+    height: int | None = None
+    """Height in pixels. Default: what the model is usually sampled at."""
+
+    frames: int | None = None
+    """Frames, one more than a multiple of 4. Default: 1 for a .png, the model's own for an .mp4."""
+
+    fps: int | None = None
+    """Frames a second in the written clip. Default: the model's own, 16 or 24."""
+
+    seed: int = 0
+    """Seed of the first sample; others count up from it. The same seed gives the same bytes on the same device."""
+
+    batch_size: int = 1
+    """Samples of each prompt, computed together; lower it when memory runs out."""
+
+    dtype: DtypeName = "auto"
+    """Precision of the transformer. 'auto' is bfloat16 on a GPU and float32 on the CPU."""
+
+    vae_dtype: DtypeName = "float32"
+    """Precision of the VAE. float32 is safest; bfloat16 halves its memory at a small loss. 'auto' follows --dtype."""
+
+    device: str = "auto"
+    """Where to compute: cuda, cuda:1, mps or cpu. 'auto' takes the best there is."""
+
+    offload_to_cpu: bool = False
+    """Keep the transformer in host memory and stream its blocks to the GPU: take it when the model does not fit the card.
+    The model never touches the card as a whole, not even while loading."""
+
+    vae_tiling: bool = False
+    """Decode in tiles: take it when memory runs out at the very end, at the price of faint seams."""
+
+    def check(self) -> None:
+        self._check_sources()
+        self._check_numbers()
+        self._check_outputs()
+
+    def _check_sources(self) -> None:
+        if self.model is None and self.checkpoint is None:
+            raise UsageError(
+                "There is nothing to sample from.",
+                fix="Give a pipeline with --model (try --model tiny) or a file of weights with --checkpoint.",
+            )
+        given = [flag for flag, value in self._texts() if value]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} were both given.", fix="Choose one way to say what to draw.")
+        if not given:
+            raise UsageError(
+                "There is nothing to draw.", fix="Give --prompt, --prompt-file or, with embeddings made before, --cond."
+            )
+        if self.model is None and self.cond is None:
+            raise UsageError(
+                f"{given[0]} needs a text encoder, and a single file has none.",
+                fix="Give the pipeline with --model, or text embeddings with --cond.",
+            )
+        if self.checkpoint_2 is not None and self.checkpoint is None and self.model is None:
+            raise UsageError("--checkpoint-2 is a second expert without a first.", fix="Give the first with --checkpoint.")
+
+    def _texts(self) -> list[tuple[str, object]]:
+        return [("--prompt", self.prompt), ("--prompt-file", self.prompt_file), ("--cond", self.cond)]
+
+    def _check_numbers(self) -> None:
+        for flag, value, least in (
+            ("--steps", self.steps, 1),
+            ("--batch-size", self.batch_size, 1),
+            ("--width", self.width, 1),
+            ("--height", self.height, 1),
+            ("--frames", self.frames, 1),
+            ("--fps", self.fps, 1),
+            ("--cfg-scale", self.cfg_scale, 0),
+            ("--cfg-scale-2", self.cfg_scale_2, 0),
+        ):
+            if value is not None and value < least:
+                raise UsageError(f"{flag} {value} is too small.", fix=f"Give {least} or more.")
+        if self.sigma_shift is not None and self.sigma_shift <= 0:
+            raise UsageError(f"--sigma-shift {self.sigma_shift} is not positive.", fix="3 to 12 are usual for Wan.")
+        if self.boundary is not None and not 0 < self.boundary < 1:
+            raise UsageError(f"--boundary {self.boundary} is not between 0 and 1.", fix="Wan 2.2 uses 0.875 or 0.9.")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed {self.seed} is out of range.", fix="Give a number from 0 to 2**63 - 1.")
+
+    def _check_outputs(self) -> None:
+        known = PICTURE_SUFFIXES + CLIP_SUFFIXES + LATENT_SUFFIXES
+        if self.output.suffix.lower() not in known:
+            raise UsageError(f"--output {self.output} has an unknown ending.", fix=f"End it with one of {', '.join(known)}.")
+        if self.frames is not None and self.frames > 1 and self.output.suffix.lower() in PICTURE_SUFFIXES:
+            raise UsageError(f"{self.frames} frames do not go into {self.output}.", fix="End --output with .mp4.")
+        latents = self.latent_path
+        if latents is not None and latents.suffix.lower() not in LATENT_SUFFIXES:
+            raise UsageError(f"--output-latent {latents} must end with .safetensors.", fix="Rename it.")
+        if latents == self.output:
+            raise UsageError(f"{latents} was given as --output and as --output-latent.", fix="Leave --output-latent away.")
+
+    @property
+    def wants_pixels(self) -> bool:
+        """Whether a VAE is needed at the end."""
+        return self.output.suffix.lower() not in LATENT_SUFFIXES
+
+    @property
+    def latent_path(self) -> Path | None:
+        """Where latents go besides the output; the bare flag puts them beside it under its name."""
+        if self.output_latent == Path("auto"):
+            return self.output.with_suffix(".safetensors")
+        return self.output_latent

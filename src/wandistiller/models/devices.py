@@ -1,0 +1,44 @@
+"""Device and precision by name, with what is best here behind ``auto``."""
+
+from __future__ import annotations
+
+import torch
+
+from wandistiller.errors import UsageError
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def available_devices() -> list[torch.device]:
+    """List the devices of this machine, fastest first; the CPU is always the last."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append(torch.device("mps"))
+    return [*devices, torch.device("cpu")]
+
+
+def find_device(name: str) -> torch.device:
+    """Return a device by name; ``auto`` is the fastest there is."""
+    devices = available_devices()
+    if name == "auto":
+        return devices[0]
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name} is not a device.", fix="Use cuda, cuda:1, mps, cpu or auto.") from error
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    if device not in devices:
+        raise UsageError(
+            f"--device {name} is not there.",
+            why=f"this machine has {', '.join(map(str, devices))}.",
+            fix="Choose one of these, or 'auto'; wandistiller doctor tells more.",
+        )
+    return device
+
+
+def find_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return a precision by name; ``auto`` is bfloat16 on a GPU and float32 on the CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[name]

@@ -1,0 +1,265 @@
+"""A Wan model as it lies on disk: recognised, checked against its architecture, and readable one tensor at a time.
+
+``inspect_checkpoint`` reads headers only. It finds the dialect in the keys (diffusers or original, with or without a
+prefix such as ComfyUI's), the configuration in a ``config.json``, in the file's own metadata or else in the shapes, and
+refuses what is damaged, incomplete or of another architecture. ``StoredModel.read`` then gives any tensor under its
+diffusers name, 8-bit storage multiplied out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from torch import Tensor, nn
+
+from wandistiller.errors import CheckpointError, shortened
+from wandistiller.models import transformer_keys, vae_keys
+from wandistiller.models.weight_files import Weights, open_weights
+
+logger = logging.getLogger(__name__)
+
+CONFIG_METADATA_KEY = "wandistiller.config"
+"""Where our single files keep the configuration that shapes alone do not tell."""
+
+_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "module.", "vae.", "first_stage_model.")
+_SCALE_SUFFIXES = (".scale_weight", ".weight_scale")
+_QUANTISATION_NOTES = (".comfy_quant", ".scale_input", ".input_scale")
+_STORAGE_ONLY_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+# What other files are, by a piece of a key that only they have.
+_STRANGERS: Mapping[str, str] = {
+    "vace_blocks.": "a Wan VACE transformer",
+    "motion_encoder.": "a Wan Animate transformer",
+    "face_adapter.": "a Wan Animate transformer",
+    "casual_audio_encoder.": "a Wan speech-to-video transformer",
+    "lora_": "a LoRA, which is applied to a model and is not one itself",
+    "double_blocks.": "a Flux or HunyuanVideo transformer",
+    "joint_blocks.": "a Stable Diffusion 3 transformer",
+    "input_blocks.": "a Stable Diffusion U-Net",
+    "transformer_blocks.": "a transformer of another family (CogVideoX, LTX, SD3, Flux)",
+    "encoder.block.": "a T5 text encoder",
+    "visual.": "a CLIP model",
+    "model.layers.": "a language model",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of the two kinds of Wan model: its class, its dialects, and how to read its configuration from shapes."""
+
+    name: str
+    model_class: type[nn.Module]
+    original_class_name: str
+    is_original: Callable[[Iterable[str]], bool]
+    is_diffusers: Callable[[Iterable[str]], bool]
+
+    def init_fields(self) -> set[str]:
+        return set(inspect.signature(self.model_class.__init__).parameters) - {"self"}
+
+    def original_names(self, config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
+        """Return the original name of each diffusers key of a model of this configuration."""
+        if self.name == "transformer":
+            names = {key: transformer_keys.to_original(key) for key in keys}
+        else:
+            depth, is_residual = config["num_res_blocks"], config["is_residual"]
+            names = {key: vae_keys.to_original(key, depth, is_residual) for key in keys}
+        return {key: name for key, name in names.items() if name is not None}
+
+
+TRANSFORMER = Architecture(
+    "transformer", WanTransformer3DModel, "WanModel", transformer_keys.is_original, transformer_keys.is_diffusers
+)
+VAE = Architecture("vae", AutoencoderKLWan, "WanVAE_", vae_keys.is_original, vae_keys.is_diffusers)
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A checked checkpoint: every tensor of the model has a stored tensor of the right shape."""
+
+    architecture: Architecture
+    config: Mapping[str, Any]
+    weights: Weights
+    names: Mapping[str, str]
+    """Stored name by diffusers name."""
+    scales: Mapping[str, str]
+    """Stored name of the factor of an 8-bit tensor, by diffusers name."""
+    dialect: str
+
+    def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return one tensor in host memory; None keeps the stored dtype, float32 for what is stored in 8 bits."""
+        tensor = self.weights.read(self.names[key])
+        if tensor.dtype in _STORAGE_ONLY_DTYPES:
+            tensor = tensor.to(torch.float32)
+            if key in self.scales:
+                scale = self.weights.read(self.scales[key]).to(torch.float32)
+                tensor *= scale.reshape(-1, *[1] * (tensor.ndim - 1)) if scale.numel() > 1 else scale.reshape(())
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def stored_dtype(self, key: str) -> torch.dtype:
+        """Return the dtype that ``read`` gives when asked for none."""
+        dtype = self.weights.entries[self.names[key]].dtype
+        return torch.float32 if dtype in _STORAGE_ONLY_DTYPES else dtype
+
+    def main_dtype(self) -> torch.dtype:
+        """Return the dtype that most of the bytes are stored in."""
+        totals: dict[torch.dtype, int] = {}
+        for name in self.names.values():
+            entry = self.weights.entries[name]
+            totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_bytes
+        return max(totals, key=lambda dtype: totals[dtype])
+
+    def kept_in_float32(self) -> list[str]:
+        """List the tensors that stay in float32 whatever dtype is asked for."""
+        return [key for key in self.names if stays_in_float32(self.architecture.model_class, key)]
+
+
+def inspect_checkpoint(path: Path, expected: Architecture | None = None) -> StoredModel:
+    """Recognise and check a checkpoint without reading weights; ``expected`` says which kind it must be."""
+    weights = open_weights(path)
+    for architecture in (expected,) if expected else (TRANSFORMER, VAE):
+        found = _find_dialect(weights, architecture)
+        if found is not None:
+            prefix, dialect = found
+            return _check(architecture, weights, prefix, dialect)
+    kind = f"a Wan {expected.name}" if expected else "a Wan transformer or VAE"
+    raise CheckpointError(
+        f"{path} is not {kind}.",
+        why=f"it looks like {_describe(weights)}.",
+        fix=f"Point to {kind}: a diffusers folder, original Wan files or a ComfyUI single file.",
+    )
+
+
+def build_empty(architecture: Architecture, config: Mapping[str, Any], model_class: type[nn.Module] | None = None) -> nn.Module:
+    """Return the model on the meta device, except for what is computed rather than loaded."""
+    with torch.device("meta"):
+        model = (model_class or architecture.model_class)(**config)
+    if architecture is TRANSFORMER:
+        model.rope = WanRotaryPosEmbed(config["attention_head_dim"], config["patch_size"], config["rope_max_seq_len"])
+    return model.eval()
+
+
+def stays_in_float32(model_class: type[nn.Module], key: str) -> bool:
+    """Say whether Wan keeps this tensor in float32 in every precision (diffusers' own rule)."""
+    kept = getattr(model_class, "_keep_in_fp32_modules", None) or ()
+    return any(module in key.split(".") for module in kept)
+
+
+def complete_config(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with every field of the model's class, those not given at the class's default."""
+    parameters = inspect.signature(architecture.model_class.__init__).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "self"}
+    return {**defaults, **{name: value for name, value in config.items() if name in defaults}}
+
+
+def _find_dialect(weights: Weights, architecture: Architecture) -> tuple[str, str] | None:
+    for prefix in _PREFIXES:
+        keys = {name[len(prefix) :] for name in weights.entries if name.startswith(prefix)}
+        if any(part in key for part in ("vace_blocks.", "motion_encoder.", "face_adapter.", "lora_") for key in keys):
+            return None
+        if architecture.is_original(keys):
+            return prefix, "original"
+        if architecture.is_diffusers(keys):
+            return prefix, "diffusers"
+    return None
+
+
+def _check(architecture: Architecture, weights: Weights, prefix: str, dialect: str) -> StoredModel:
+    stored = {
+        name[len(prefix) :]: name
+        for name in weights.entries
+        if name.startswith(prefix) and name != f"{prefix}scaled_fp8" and not name.endswith(_QUANTISATION_NOTES)
+    }
+    scales = {}
+    for key in list(stored):
+        for suffix in _SCALE_SUFFIXES:
+            if key.endswith(suffix):
+                scales[key.removesuffix(suffix) + ".weight"] = stored.pop(key)
+    config = complete_config(architecture, _find_config(architecture, weights, stored, dialect))
+    expected = build_empty(architecture, config).state_dict()
+    renamed = architecture.original_names(config, expected) if dialect == "original" else {key: key for key in expected}
+    _check_keys(weights, prefix, stored, renamed)
+    names = {key: stored[name] for key, name in renamed.items()}
+    wrong = [
+        f"{name} is {list(weights.entries[name].shape)}, not {list(expected[key].shape)}"
+        for key, name in names.items()
+        if weights.entries[name].shape != tuple(expected[key].shape)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{weights.path} has {len(wrong)} tensors of the wrong shape: {shortened(wrong, 3)}.",
+            why="its config.json may belong to another model.",
+            fix="Use the config.json that came with these weights, or remove it to have the shapes read.",
+        )
+    return StoredModel(
+        architecture=architecture,
+        config=config,
+        weights=weights,
+        names=names,
+        scales={key: scales[name] for key, name in renamed.items() if name in scales},
+        dialect=dialect,
+    )
+
+
+def _check_keys(weights: Weights, prefix: str, stored: Mapping[str, str], renamed: Mapping[str, str]) -> None:
+    missing = sorted(set(renamed.values()) - set(stored))
+    # Some image-to-video checkpoints carry a norm that no implementation uses; diffusers ignores it too.
+    unexpected = sorted(key for key in set(stored) - set(renamed.values()) if "norm_added_q" not in key)
+    if missing:
+        raise CheckpointError(
+            f"{weights.path} lacks {len(missing)} tensors: {shortened(prefix + key for key in missing)}.",
+            why="a shard may be missing, or its config.json may describe a larger model.",
+            fix="Download all files of the checkpoint again.",
+        )
+    if unexpected:
+        raise CheckpointError(
+            f"{weights.path} has {len(unexpected)} tensors that the model does not: "
+            f"{shortened(prefix + key for key in unexpected)}.",
+            why="it belongs to a variant of Wan with more parts, or its config.json describes a smaller model.",
+            fix="Point to a text-to-video or image-to-video checkpoint and its own config.json.",
+        )
+
+
+def _find_config(architecture: Architecture, weights: Weights, stored: Mapping[str, str], dialect: str) -> dict[str, Any]:
+    beside = _config_beside(architecture, weights.path)
+    if beside is None and CONFIG_METADATA_KEY in weights.metadata:
+        beside = json.loads(weights.metadata[CONFIG_METADATA_KEY])
+    if beside is not None and beside.get("_class_name") != architecture.original_class_name:
+        unknown = sorted(key for key in beside if not key.startswith("_") and key not in architecture.init_fields())
+        if unknown:
+            logger.warning("%s: config.json has fields that this model does not know: %s", weights.path, shortened(unknown))
+        return beside
+    shapes = {key: weights.entries[name].shape for key, name in stored.items()}
+    if architecture is VAE:
+        return vae_keys.infer_config(shapes, str(weights.path))
+    if dialect == "original":
+        shapes = {transformer_keys.to_diffusers(key) or key: shape for key, shape in shapes.items()}
+    heads = transformer_keys.config_from_original(beside) if beside else {}
+    return transformer_keys.infer_config(shapes, str(weights.path), heads)
+
+
+def _config_beside(architecture: Architecture, path: Path) -> dict[str, Any] | None:
+    """Return the ``config.json`` next to the weights if it describes this kind of model."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON.", why=str(error), fix="Copy or download it again.") from error
+    names = (architecture.model_class.__name__, architecture.original_class_name)
+    return config if isinstance(config, dict) and config.get("_class_name") in names else None
+
+
+def _describe(weights: Weights) -> str:
+    for part, description in _STRANGERS.items():
+        if any(part in name for name in weights.entries):
+            return description
+    return f"something else, with keys such as {shortened(weights.entries, 3)}" if weights.entries else "an empty file"

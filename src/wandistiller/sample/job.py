@@ -1,0 +1,224 @@
+"""A sampling that has been checked: every part found, every default resolved, no weight read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
+from wandistiller.errors import UsageError
+from wandistiller.flow.guidance import needs_unconditional
+from wandistiller.flow.schedule import Schedule
+from wandistiller.flow.solver import SOLVERS
+from wandistiller.models.devices import find_device, find_dtype
+from wandistiller.models.pipeline import Pipeline, find_pipeline
+from wandistiller.models.sizes import SIZES, Size
+from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint
+from wandistiller.models.text import read_embeddings
+from wandistiller.sample.conditioning import ImageInputs, check_image, image_inputs
+from wandistiller.sample.geometry import Geometry, check_geometry
+
+DEFAULT_BOUNDARY = 0.875
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to draw, with which models, on which device."""
+
+    config: SampleConfig
+    device: torch.device
+    dtype: torch.dtype
+    pipeline: Pipeline | None
+    transformers: Sequence[StoredModel]
+    vae: StoredModel | None
+    geometry: Geometry
+    schedule: Schedule
+    solver: str
+    guidance: tuple[float, float]
+    """Scale for the first and for the second expert."""
+    boundary: float | None
+    prompts: Sequence[str]
+    image: ImageInputs
+    fps: int
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.prompts) * self.config.batch_size
+
+    @property
+    def needs_negative(self) -> bool:
+        return any(needs_unconditional(scale) for scale in self.guidance[: len(self.transformers)])
+
+    def settings(self, prompt: str, seed: int) -> dict[str, Any]:
+        """Return what is written into a sample's file, enough to draw it again."""
+        return {
+            "prompt": prompt,
+            "negative_prompt": self.config.negative_prompt,
+            "seed": seed,
+            "steps": self.schedule.num_steps,
+            "solver": self.solver,
+            "cfg_scale": list(self.guidance[: len(self.transformers)]),
+            "sigma_shift": self.config.sigma_shift,
+            "size": [self.geometry.width, self.geometry.height, self.geometry.frames],
+        }
+
+
+def prepare(config: SampleConfig) -> Job:
+    """Find and check every part without reading weights."""
+    config.check()
+    device = find_device(config.device)
+    pipeline = find_pipeline(config.model, _parts(config)) if config.model else None
+    transformers, boundary = _find_transformers(config, pipeline)
+    first = transformers[0].config
+    size = _nearest_size(transformers)
+    vae = _find_vae(config, pipeline)
+    expand = (pipeline.expand_timesteps if pipeline else False) or bool(size and size.expand_timesteps)
+    inputs = image_inputs(first, expand)
+    check_image(config.image, inputs, first)
+    if (inputs.is_needed or config.image) and vae is None:
+        raise UsageError("--image needs a VAE to encode it.", fix="Give one with --vae-checkpoint, or a whole --model.")
+    if vae is not None and vae.config["z_dim"] != first["out_channels"]:
+        raise UsageError(
+            f"The VAE has {vae.config['z_dim']} latent channels, the transformer draws {first['out_channels']}.",
+            fix="Use the VAE that belongs to the model: 16 channels for Wan 2.1 and A14B, 48 for the 5B.",
+        )
+    geometry = _find_geometry(config, size, vae, first)
+    solver = config.solver if config.solver != "auto" else (pipeline.solver if pipeline else "unipc")
+    shift = config.sigma_shift or (pipeline.shift if pipeline else None) or (size.shift if size else 5.0)
+    scale = config.cfg_scale if config.cfg_scale is not None else (size.guidance if size else 5.0)
+    scale_2 = config.cfg_scale_2
+    if scale_2 is None:
+        scale_2 = size.guidance_2 if size and size.guidance_2 is not None and config.cfg_scale is None else scale
+    job = Job(
+        config=replace(config, sigma_shift=shift),
+        device=device,
+        dtype=find_dtype(config.dtype, device),
+        pipeline=pipeline,
+        transformers=transformers,
+        vae=vae,
+        geometry=geometry,
+        schedule=SOLVERS[solver].schedule(config.steps, shift),
+        solver=solver,
+        guidance=(scale, scale_2),
+        boundary=boundary,
+        prompts=_read_prompts(config, first["text_dim"]),
+        image=inputs,
+        fps=config.fps or (size.fps if size else 16),
+    )
+    if job.needs_negative and config.cond is not None and config.uncond is None:
+        raise UsageError(
+            f"Guidance of {scale:g} needs the embeddings of the negative prompt.",
+            fix="Give them with --uncond, or switch guidance off with --cfg-scale 1.",
+        )
+    return job
+
+
+def describe(job: Job) -> str:
+    """Say in a few lines what is about to be done."""
+    is_picture = job.geometry.frames == 1
+    what = f"{job.num_samples} {'picture' if is_picture else 'clip'}{'s' if job.num_samples > 1 else ''}"
+    length = "" if is_picture else f", {job.geometry.frames} frames"
+    lines = [
+        f"Drawing {what} of {job.geometry.width}x{job.geometry.height}{length}, "
+        f"with {job.schedule.num_steps} steps of {job.solver}, shift {job.config.sigma_shift:g}, "
+        f"guidance {' then '.join(f'{scale:g}' for scale in job.guidance[: len(job.transformers)])}, "
+        f"on {job.device} in {str(job.dtype).removeprefix('torch.')}"
+    ]
+    kept = job.transformers[0].kept_in_float32()
+    if job.dtype != torch.float32:
+        lines.append(f"{len(kept)} tensors stay in float32, as Wan keeps them: norms, modulation, time embedding")
+    if job.config.offload_to_cpu and job.device.type == "cpu":
+        lines.append("--offload-to-cpu changes nothing here: the CPU computes, so the weights are in its memory anyway")
+    return "\n".join(lines)
+
+
+def _parts(config: SampleConfig) -> set[str]:
+    parts = set() if config.checkpoint else {"transformer", "transformer_2"}
+    if (config.wants_pixels or config.image) and not config.vae_checkpoint:
+        parts.add("vae")
+    if config.cond is None:
+        parts |= {"text_encoder", "tokenizer"}
+    if config.image is not None:
+        parts |= {"image_encoder", "image_processor"}
+    return parts
+
+
+def _find_transformers(config: SampleConfig, pipeline: Pipeline | None) -> tuple[list[StoredModel], float | None]:
+    paths = [config.checkpoint] if config.checkpoint else [pipeline.part("transformer")] if pipeline else []
+    if config.checkpoint_2 is not None:
+        paths.append(config.checkpoint_2)
+    elif config.checkpoint is None and pipeline is not None and "transformer_2" in pipeline.parts:
+        paths.append(pipeline.part("transformer_2"))
+    stored = [inspect_checkpoint(path, TRANSFORMER) for path in paths]
+    if len(stored) == 1:
+        if config.boundary is not None:
+            raise UsageError("--boundary is for models of two experts.", fix="Give the second with --checkpoint-2.")
+        return stored, None
+    if stored[0].config != stored[1].config:
+        raise UsageError(
+            f"The two experts {paths[0]} and {paths[1]} are not of one shape.", fix="Give two experts of one model."
+        )
+    return stored, config.boundary or (pipeline.boundary if pipeline else None) or DEFAULT_BOUNDARY
+
+
+def _find_vae(config: SampleConfig, pipeline: Pipeline | None) -> StoredModel | None:
+    if config.vae_checkpoint is not None:
+        return inspect_checkpoint(config.vae_checkpoint, VAE)
+    if pipeline is not None and "vae" in pipeline.parts and (config.wants_pixels or config.image):
+        return inspect_checkpoint(pipeline.part("vae"), VAE)
+    if config.wants_pixels:
+        raise UsageError(
+            "There is no VAE to turn latents into pixels.",
+            fix="Give one with --vae-checkpoint, or write latents: --output NAME.safetensors.",
+        )
+    return None
+
+
+def _find_geometry(
+    config: SampleConfig, size: Size | None, vae: StoredModel | None, transformer: Mapping[str, Any]
+) -> Geometry:
+    usual = size or SIZES["wan2.1-1.3b"]
+    is_picture = config.output.suffix.lower() in PICTURE_SUFFIXES
+    frames = config.frames or (1 if is_picture else usual.frames)
+    factors = vae.config if vae else usual.vae
+    return check_geometry(
+        config.width or usual.width,
+        config.height or usual.height,
+        frames,
+        factors["scale_factor_spatial"],
+        factors["scale_factor_temporal"],
+        transformer,
+    )
+
+
+def _nearest_size(stored: Sequence[StoredModel]) -> Size | None:
+    """Return the named size that these transformers are of, by their shape."""
+    config = stored[0].config
+    for size in SIZES.values():
+        same = all(config[name] == size.transformer[name] for name in ("num_attention_heads", "ffn_dim", "out_channels"))
+        if same and (size.boundary is not None) == (len(stored) == 2):
+            return size
+    return None
+
+
+def _read_prompts(config: SampleConfig, text_dim: int) -> list[str]:
+    """Return the prompts, or for a file of embeddings one nameless prompt a row."""
+    if config.cond is not None:
+        if config.uncond is not None:
+            read_embeddings(config.uncond, text_dim)
+        return [f"{config.cond.stem}"] * read_embeddings(config.cond, text_dim).shape[0]
+    if config.prompt_file is None:
+        return list(config.prompt)
+    try:
+        lines = config.prompt_file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--prompt-file {config.prompt_file} cannot be read.", why=str(error), fix="Give a UTF-8 text file."
+        ) from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise UsageError(f"--prompt-file {config.prompt_file} has no prompts.", fix="Write one prompt a line.")
+    return prompts

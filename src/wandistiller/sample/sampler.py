@@ -1,0 +1,203 @@
+"""The job of ``wandistiller sample``: check everything, encode, denoise, decode, write.
+
+Each model is in memory only while it is needed: the text encoder, then one transformer at a time, then the VAE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
+from wandistiller.flow.guidance import guide, needs_unconditional
+from wandistiller.flow.solver import SOLVERS
+from wandistiller.memory.monitor import memory_line
+from wandistiller.models.devices import find_dtype
+from wandistiller.models.latents import denormalise
+from wandistiller.models.load import load_model
+from wandistiller.models.text import encode_prompts, read_embeddings
+from wandistiller.sample.conditioning import Conditioning, encode_first_frame, encode_image_tokens, to_pixels
+from wandistiller.sample.experts import Experts, free_memory
+from wandistiller.sample.job import Job, describe, prepare
+from wandistiller.sample.media import read_picture, to_bytes, write_clip, write_latents, write_picture
+from wandistiller.terminal import progress, say
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One finished sample: what drew it and the files it is in."""
+
+    prompt: str
+    seed: int
+    latents: Tensor
+    """(channels, frames, height, width), normalised, float32, on the host"""
+    files: tuple[Path, ...]
+
+
+def run_sample(config: SampleConfig) -> list[Sample]:
+    """Do the whole job and return the samples in the order of prompts and seeds."""
+    job = prepare(config)
+    say(describe(job))
+    conditioning = encode(job)
+    latents = denoise(job, conditioning)
+    return list(write(job, latents))
+
+
+@torch.no_grad()
+def encode(job: Job) -> Conditioning:
+    """Turn prompts and picture into tensors; the encoders are gone afterwards."""
+    config, first = job.config, job.transformers[0].config
+    negative = None
+    if config.cond is not None:
+        text = read_embeddings(config.cond, first["text_dim"])
+        if job.needs_negative:
+            assert config.uncond is not None  # prepare() has made sure
+            negative = read_embeddings(config.uncond, first["text_dim"])[:1]
+    else:
+        assert job.pipeline is not None  # SampleConfig.check() has made sure
+        texts = [*job.prompts, *([config.negative_prompt] if job.needs_negative else [])]
+        say(f"Encoding {len(job.prompts)} prompt{'s' if len(job.prompts) > 1 else ''}")
+        text = encode_prompts(
+            job.pipeline.part("text_encoder"), job.pipeline.part("tokenizer"), texts, device=job.device, dtype=job.dtype
+        )
+        text, negative = (text[:-1], text[-1:]) if job.needs_negative else (text, None)
+        free_memory(job.device)
+    pictures: dict[str, Tensor] = {}
+    if config.image is not None:
+        assert job.vae is not None  # prepare() has made sure
+        picture = read_picture(config.image)
+        vae = load_model(job.vae, dtype=find_dtype(config.vae_dtype, job.device), device=job.device)
+        pictures = encode_first_frame(vae, to_pixels(picture, job.geometry), job.geometry, job.image)
+        del vae
+        if job.image.wants_image_tokens:
+            assert job.pipeline is not None
+            pictures["image_tokens"] = encode_image_tokens(
+                job.pipeline.part("image_encoder"), job.pipeline.part("image_processor"), picture, job.device
+            )
+        free_memory(job.device)
+    tensors = {name: tensor.to(job.device) for name, tensor in pictures.items()}
+    on_device = {"device": job.device, "dtype": job.dtype}
+    return Conditioning(text.to(**on_device), None if negative is None else negative.to(**on_device), **tensors)
+
+
+@torch.no_grad()
+def denoise(job: Job, conditioning: Conditioning) -> Tensor:
+    """Follow the flow from noise to latents (samples, channels, frames, height, width), float32, on the host.
+
+    All prompts take each step together, so that each expert is loaded once however many prompts there are.
+    """
+    experts = Experts(
+        job.transformers,
+        boundary=job.boundary,
+        device=job.device,
+        dtype=job.dtype,
+        offload_to_cpu=job.config.offload_to_cpu,
+    )
+
+    def velocity(noisy: Tensor, sigma: float, timestep: float) -> Tensor:
+        model, scale = experts.at(timestep), job.guidance[experts.index_at(timestep)]
+        predictions = []
+        for index in range(len(job.prompts)):
+            rows = slice(index * job.config.batch_size, (index + 1) * job.config.batch_size)
+            text = conditioning.text[index : index + 1]
+            prediction = _predict(model, noisy[rows], timestep, text, conditioning, job)
+            if needs_unconditional(scale):
+                assert conditioning.negative_text is not None
+                negative = _predict(model, noisy[rows], timestep, conditioning.negative_text, conditioning, job)
+                prediction = guide(prediction, negative, scale)
+            predictions.append(prediction)
+        return torch.cat(predictions)
+
+    latents = noise = _noise(job).to(job.device)
+    experts.at(job.schedule.timesteps[0])  # so that the bar for loading is gone before the bar for steps
+    with progress("Sampling", job.schedule.num_steps, "step", lambda: memory_line(job.device)) as advance:
+        for latents in SOLVERS[job.solver].steps(velocity, noise, job.schedule):
+            advance()
+    experts.release()
+    return conditioning.place_first_frame(latents).cpu()
+
+
+def write(job: Job, latents: Tensor) -> Iterator[Sample]:
+    """Decode the latents one sample at a time and write the files."""
+    vae = None
+    if job.config.wants_pixels:
+        assert job.vae is not None  # prepare() has made sure
+        vae = load_model(job.vae, dtype=find_dtype(job.config.vae_dtype, job.device), device=job.device)
+        if job.config.vae_tiling:
+            vae.enable_tiling()
+    for index, sample in enumerate(latents):
+        prompt = job.prompts[index // job.config.batch_size]
+        seed = job.config.seed + index % job.config.batch_size
+        yield Sample(prompt, seed, sample, tuple(_write_one(job, vae, index, sample, job.settings(prompt, seed))))
+
+
+def _write_one(job: Job, vae: nn.Module | None, index: int, latents: Tensor, settings: dict[str, Any]) -> Iterator[Path]:
+    path = _numbered(job.config.output, index, job.num_samples)
+    if job.config.latent_path is not None:
+        latent_path = _numbered(job.config.latent_path, index, job.num_samples)
+        write_latents(latent_path, latents, settings)
+        yield latent_path
+    if vae is None:
+        write_latents(path, latents, settings)
+    else:
+        frames = to_bytes(_decode(vae, latents))
+        if path.suffix.lower() in PICTURE_SUFFIXES:
+            write_picture(path, frames, settings)
+        else:
+            write_clip(path, frames, job.fps, settings)
+    say(f"Wrote {path}")
+    yield path
+
+
+@torch.no_grad()
+def _decode(vae: nn.Module, latents: Tensor) -> Tensor:
+    parameter = next(vae.parameters())
+    latents = denormalise(latents[None].to(parameter.device), vae.config).to(parameter.dtype)
+    return vae.decode(latents, return_dict=False)[0][0]
+
+
+def _predict(model: nn.Module, noisy: Tensor, timestep: float, text: Tensor, conditioning: Conditioning, job: Job) -> Tensor:
+    """Call the transformer as its kind wants to be called; return the velocity in float32."""
+    samples = noisy.shape[0]
+    inputs = conditioning.place_first_frame(noisy)
+    if conditioning.extra_channels is not None:
+        inputs = torch.cat([inputs, conditioning.extra_channels.expand(samples, -1, -1, -1, -1)], dim=1)
+    tokens = conditioning.image_tokens
+    return model(
+        hidden_states=inputs.to(job.dtype),
+        timestep=_timesteps(noisy, timestep, conditioning, job),
+        encoder_hidden_states=text.expand(samples, -1, -1),
+        encoder_hidden_states_image=None if tokens is None else tokens.to(job.dtype).expand(samples, -1, -1),
+        return_dict=False,
+    )[0].float()
+
+
+def _timesteps(noisy: Tensor, timestep: float, conditioning: Conditioning, job: Job) -> Tensor:
+    """Return one timestep a sample, or one a token where the first frame is given free of noise."""
+    if not job.image.replaces_first_frame:
+        return torch.full((noisy.shape[0],), timestep, device=noisy.device)
+    patch_frames, patch_height, patch_width = job.transformers[0].config["patch_size"]
+    frames, height, width = noisy.shape[2:]
+    grid = torch.full((frames // patch_frames, height // patch_height, width // patch_width), timestep, device=noisy.device)
+    if conditioning.first_frame is not None:
+        grid[0] = 0
+    return grid.flatten().expand(noisy.shape[0], -1)
+
+
+def _noise(job: Job) -> Tensor:
+    """Return the noise to start from, drawn on the host so that it does not depend on device, batch or prompts."""
+    shape = (1, job.transformers[0].config["out_channels"], *job.geometry.latent_shape)
+    each = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(job.config.seed + index))
+        for index in range(job.config.batch_size)
+    ]
+    return torch.cat(each * len(job.prompts))
+
+
+def _numbered(path: Path, index: int, total: int) -> Path:
+    return path if total == 1 else path.with_name(f"{path.stem}-{index:0{len(str(total - 1))}d}{path.suffix}")

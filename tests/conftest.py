@@ -1,0 +1,57 @@
+"""What all tests share: one tiny Wan of each kind, made once, and a cache of the tests' own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)  # the suite runs in two processes on two cores
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in Path(item.fspath).parts:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_size():
+    from wandistiller.models.sizes import find_size
+
+    return find_size("tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(own_cache):
+    """The pipeline in the box."""
+    from wandistiller.models.tiny import tiny_pipeline_folder
+
+    return tiny_pipeline_folder()
+
+
+@pytest.fixture(scope="session")
+def two_expert_folder(tmp_path_factory, tiny_size):
+    """A pipeline of two experts, saved with the Euler scheduler."""
+    from wandistiller.models.tiny import write_random_pipeline
+
+    folder = tmp_path_factory.mktemp("two") / "pipeline"
+    size = dataclasses.replace(tiny_size, boundary=0.875, guidance_2=3.0)
+    write_random_pipeline(folder, size, seed=7, solver="euler")
+    return folder
