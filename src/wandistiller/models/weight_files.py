@@ -225,18 +225,18 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         start = file.read(8)
         if len(start) < 8:
             raise damaged(f"it has only {size} bytes.")
-        if start[:2] in (b"\x80\x02", b"PK"):
-            raise CheckpointError(
-                f"{path} is a pickle with the name of a safetensors file.",
-                why="a pickle can run code when opened.",
-                fix="If you trust it, rename it to .pth; it is then read without running code.",
-            )
         header_bytes = struct.unpack("<Q", start)[0]
         if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+            if start[:2] in (b"\x80\x02", b"\x80\x04", b"PK"):
+                raise CheckpointError(
+                    f"{path} is a pickle with the name of a safetensors file.",
+                    why="a pickle can run code when opened.",
+                    fix="If you trust it, rename it to .pth; it is then read without running code.",
+                )
             raise damaged(f"its header claims {header_bytes} bytes, the file has {size}.")
         raw = file.read(header_bytes)
     try:
-        header: dict[str, Any] = json.loads(raw)
+        header: dict[str, Any] = dict(json.loads(raw).items())
         metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
     except (ValueError, AttributeError) as error:
         raise damaged(f"its header is not JSON ({error}).") from error

@@ -33,7 +33,7 @@ class Experts:
         self._boundary = boundary
         self._device = device
         self._dtype = dtype
-        self._offload = offload_to_cpu and device.type != "cpu"
+        self._offload = offload_to_cpu
         self._loaded: int | None = None
         self._model: nn.Module | None = None
 
@@ -57,6 +57,11 @@ class Experts:
         self._model = self._loaded = None
         free_memory(self._device)
 
+    @property
+    def _should_stream(self) -> bool:
+        """On the CPU the weights are in host memory as it is."""
+        return self._offload and self._device.type != "cpu"
+
     def _load(self, index: int) -> nn.Module:
         stored = self._stored[index]
         name = "transformer" if len(self._stored) == 1 else ("high-noise expert", "low-noise expert")[index]
@@ -65,10 +70,10 @@ class Experts:
             model = load_model(
                 stored,
                 dtype=self._dtype,
-                device="cpu" if self._offload else self._device,
+                device="cpu" if self._should_stream else self._device,
                 on_tensor=lambda *_: step(),
             )
-        if self._offload:
+        if self._should_stream:
             stream_blocks(model, list(model.blocks), self._device)
         return model
 

@@ -1,0 +1,258 @@
+"""``sample`` draws what ``diffusers.WanPipeline`` draws, from the same weights, seed, steps, shift and guidance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from PIL import Image
+
+from wandistiller.api import sample
+
+COMMON = {"width": 64, "height": 48, "dtype": "float32", "device": "cpu", "seed": 11}
+
+
+def draw(folder, prompt, frames, steps, **options):
+    """Return the latents that diffusers arrives at."""
+    pipeline = WanPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        prompt=prompt,
+        height=COMMON["height"],
+        width=COMMON["width"],
+        num_frames=frames,
+        num_inference_steps=steps,
+        generator=torch.Generator().manual_seed(COMMON["seed"]),
+        output_type="latent",
+        **options,
+    ).frames[0]
+
+
+@pytest.mark.parametrize("frames", [1, 9])
+def test_one_transformer_with_the_pipelines_own_unipc(tiny_folder, tmp_path, frames):
+    ours = sample(
+        model=str(tiny_folder),
+        prompt=("a red ball",),
+        frames=frames,
+        steps=6,
+        cfg_scale=4.0,
+        output=tmp_path / "latents.safetensors",
+        **COMMON,
+    )
+    expected = draw(tiny_folder, "a red ball", frames, 6, guidance_scale=4.0)
+    torch.testing.assert_close(ours[0].latents, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [1.0, 8.0])
+def test_another_shift_and_no_guidance(tiny_folder, tmp_path, shift):
+    pipeline = WanPipeline.from_pretrained(tiny_folder)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = UniPCMultistepScheduler.from_config(pipeline.scheduler.config, flow_shift=shift)
+    expected = pipeline(
+        prompt="blue",
+        height=48,
+        width=64,
+        num_frames=5,
+        num_inference_steps=4,
+        guidance_scale=1.0,
+        generator=torch.Generator().manual_seed(11),
+        output_type="latent",
+    ).frames[0]
+    ours = sample(
+        model=str(tiny_folder),
+        prompt=("blue",),
+        frames=5,
+        steps=4,
+        cfg_scale=1.0,
+        sigma_shift=shift,
+        output=tmp_path / "latents.safetensors",
+        **COMMON,
+    )
+    torch.testing.assert_close(ours[0].latents, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_experts_with_euler_and_two_guidance_scales(two_expert_folder, tmp_path):
+    ours = sample(
+        model=str(two_expert_folder),
+        prompt=("two",),
+        frames=5,
+        steps=8,
+        cfg_scale=4.0,
+        cfg_scale_2=2.5,
+        output=tmp_path / "latents.safetensors",
+        **COMMON,
+    )
+    expected = draw(two_expert_folder, "two", 5, 8, guidance_scale=4.0, guidance_scale_2=2.5)
+    torch.testing.assert_close(ours[0].latents, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_boundary_decides_which_expert_draws(two_expert_folder, tmp_path):
+    """With the boundary of another model the same experts draw something else, and so does diffusers."""
+    options = {"model": str(two_expert_folder), "prompt": ("two",), "frames": 1, "steps": 8, "cfg_scale": 1.0, **COMMON}
+    usual = sample(output=tmp_path / "a.safetensors", **options)[0].latents
+    other = sample(output=tmp_path / "b.safetensors", boundary=0.5, **options)[0].latents
+    assert not torch.allclose(usual, other, atol=1e-3)
+    pipeline = WanPipeline.from_pretrained(two_expert_folder)
+    pipeline.register_to_config(boundary_ratio=0.5)
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        prompt="two",
+        height=48,
+        width=64,
+        num_frames=1,
+        num_inference_steps=8,
+        guidance_scale=1.0,
+        generator=torch.Generator().manual_seed(11),
+        output_type="latent",
+    ).frames[0]
+    torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_picture_is_that_of_diffusers(tiny_folder, tmp_path):
+    """Pixels too: latents are denormalised with the VAE's statistics before they are decoded."""
+    statistics = {"latents_mean": [0.3 * i for i in range(8)], "latents_std": [0.5 + 0.2 * i for i in range(8)]}
+    pipeline = WanPipeline.from_pretrained(tiny_folder)
+    vae = AutoencoderKLWan(**{**pipeline.vae.config, **statistics})
+    vae.load_state_dict(pipeline.vae.state_dict())
+    pipeline.register_modules(vae=vae)
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        prompt="c",
+        height=48,
+        width=64,
+        num_frames=1,
+        num_inference_steps=3,
+        guidance_scale=1.0,
+        generator=torch.Generator().manual_seed(11),
+        output_type="pil",
+    ).frames[0][0]
+    sample(
+        model=str(tmp_path / "pipeline"), prompt=("c",), steps=3, cfg_scale=1.0, output=tmp_path / "c.png", **COMMON
+    )
+    ours = np.asarray(Image.open(tmp_path / "c.png"), dtype=int)
+    assert np.abs(ours - np.asarray(expected, dtype=int)).max() <= 1
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("picture") / "first.png"
+    pixels = np.random.default_rng(0).integers(0, 255, (96, 80, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((200, 150)).save(path)
+    return path
+
+
+def image_pipeline(tiny_folder, folder, *, transformer, vae=None, expand=False, clip=False, experts=1):
+    """Save an image-to-video pipeline with the tiny pipeline's text encoder."""
+    base = WanPipeline.from_pretrained(tiny_folder)
+    torch.manual_seed(5)
+    parts = {}
+    if clip:
+        from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+        vision = CLIPVisionConfig(
+            hidden_size=24, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=224, patch_size=56
+        )
+        parts = {"image_encoder": CLIPVisionModel(vision).eval(), "image_processor": CLIPImageProcessor()}
+    models = [WanTransformer3DModel(**{**base.transformer.config, **transformer}) for _ in range(experts)]
+    pipeline = WanImageToVideoPipeline(
+        tokenizer=base.tokenizer,
+        text_encoder=base.text_encoder,
+        vae=vae or base.vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        transformer=models[0],
+        transformer_2=models[1] if experts == 2 else None,
+        boundary_ratio=0.9 if experts == 2 else None,
+        expand_timesteps=expand,
+        **parts,
+    )
+    pipeline.save_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.mark.parametrize("kind", ["wan2.1", "wan2.2-a14b", "wan2.2-5b"])
+def test_image_to_video(tiny_folder, tmp_path, picture, kind):
+    options = {
+        "wan2.1": {"transformer": {"in_channels": 20, "image_dim": 24, "added_kv_proj_dim": 96}, "clip": True},
+        "wan2.2-a14b": {"transformer": {"in_channels": 20}, "experts": 2},
+        "wan2.2-5b": {"transformer": {}, "expand": True},
+    }[kind]
+    pipeline = image_pipeline(tiny_folder, tmp_path / "pipeline", **options)
+    expected = pipeline(
+        image=Image.open(picture),
+        prompt="it moves",
+        height=48,
+        width=64,
+        num_frames=9,
+        num_inference_steps=4,
+        guidance_scale=3.0,
+        generator=torch.Generator().manual_seed(11),
+        output_type="latent",
+    ).frames[0]
+    ours = sample(
+        model=str(tmp_path / "pipeline"),
+        image=picture,
+        prompt=("it moves",),
+        frames=9,
+        steps=4,
+        cfg_scale=3.0,
+        output=tmp_path / "latents.safetensors",
+        **COMMON,
+    )
+    torch.testing.assert_close(ours[0].latents, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_samples_do_not_depend_on_what_is_drawn_beside_them(tiny_folder, tmp_path):
+    options = {"model": str(tiny_folder), "steps": 3, "cfg_scale": 2.0, **COMMON}
+    both = sample(prompt=("one", "two"), batch_size=2, output=tmp_path / "both.safetensors", **options)
+    alone = sample(prompt=("two",), output=tmp_path / "alone.safetensors", **{**options, "seed": 12})
+    assert [(item.prompt, item.seed) for item in both] == [("one", 11), ("one", 12), ("two", 11), ("two", 12)]
+    torch.testing.assert_close(both[3].latents, alone[0].latents, rtol=1e-5, atol=1e-5)
+
+
+def test_single_files_draw_what_their_pipeline_draws(tiny_folder, tmp_path):
+    from safetensors.torch import save_file
+
+    from wandistiller.api import export
+    from wandistiller.models.text import encode_prompts
+
+    export(model=str(tiny_folder), output=tmp_path / "files", format="comfyui")
+    text = encode_prompts(tiny_folder / "text_encoder", tiny_folder / "tokenizer", ["hi", ""], device="cpu", dtype=torch.float32)
+    save_file({"embeddings": text[0, :3].clone()}, tmp_path / "cond.safetensors")  # "hi" and its end; the rest is padding
+    save_file({"embeddings": text[1:, :1].clone()}, tmp_path / "uncond.safetensors")
+    options = {"steps": 3, "cfg_scale": 2.0, "sigma_shift": 3.0, **COMMON}
+    whole = sample(model=str(tiny_folder), prompt=("hi",), output=tmp_path / "a.png", **options)
+    files = sample(
+        checkpoint=tmp_path / "files" / "transformer.safetensors",
+        vae_checkpoint=tmp_path / "files" / "vae.safetensors",
+        cond=tmp_path / "cond.safetensors",
+        uncond=tmp_path / "uncond.safetensors",
+        output=tmp_path / "b.png",
+        **options,
+    )
+    torch.testing.assert_close(files[0].latents, whole[0].latents, rtol=1e-5, atol=1e-5)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(Image.open(tmp_path / "b.png")))
+
+
+def test_offloaded_is_the_same(tiny_folder, tmp_path, monkeypatch):
+    """The streamed transformer draws the same bytes; here the device is a CPU that pretends to be another."""
+    from wandistiller.sample import experts
+
+    options = {"model": str(tiny_folder), "prompt": ("x",), "steps": 3, "cfg_scale": 2.0, **COMMON}
+    resident = sample(output=tmp_path / "a.safetensors", **options)[0].latents
+    streamed = []
+    original = experts.stream_blocks
+    monkeypatch.setattr(experts, "stream_blocks", lambda *args, **kw: streamed.append(original(*args, **kw)))
+    monkeypatch.setattr(experts.Experts, "_should_stream", property(lambda self: True))
+    offloaded = sample(output=tmp_path / "b.safetensors", offload_to_cpu=True, **options)[0].latents
+    assert len(streamed) == 1
+    assert torch.equal(resident, offloaded)

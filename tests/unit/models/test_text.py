@@ -1,0 +1,51 @@
+import pytest
+import torch
+from diffusers import WanPipeline
+from safetensors.torch import save_file
+
+from wandistiller.errors import CheckpointError, UsageError
+from wandistiller.models.text import encode_prompts, read_embeddings
+
+
+def test_embeddings_are_those_of_diffusers(tiny_folder):
+    prompts = ["a red ball", "", "  two\n words &amp; an entity "]
+    ours = encode_prompts(tiny_folder / "text_encoder", tiny_folder / "tokenizer", prompts, device="cpu", dtype=torch.float32)
+    pipeline = WanPipeline.from_pretrained(tiny_folder)
+    with torch.no_grad():
+        for prompt, embedding in zip(prompts, ours, strict=True):
+            expected, _ = pipeline.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=512)
+            assert torch.equal(embedding, expected[0])
+
+
+def test_a_damaged_text_encoder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="text encoder of"):
+        encode_prompts(tmp_path / "text_encoder", tmp_path / "tokenizer", ["x"], device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("key", ["embeddings", "prompt_embeds", "anything"])
+@pytest.mark.parametrize("shape", [(5, 32), (1, 5, 32), (2, 5, 32)])
+def test_embeddings_from_a_file_are_padded_with_zeros(tmp_path, key, shape):
+    values = torch.randn(shape, dtype=torch.bfloat16)
+    save_file({key: values}, tmp_path / "e.safetensors")
+    found = read_embeddings(tmp_path / "e.safetensors", 32)
+    assert found.shape == (shape[0] if len(shape) == 3 else 1, 512, 32)
+    assert torch.equal(found[:, :5].reshape(values.shape), values.float())
+    assert not found[:, 5:].any()
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (600, 32), (32,), (1, 1, 5, 32), (0, 32)])
+def test_embeddings_of_another_model_are_refused(tmp_path, shape):
+    save_file({"embeddings": torch.zeros(shape)}, tmp_path / "e.safetensors")
+    with pytest.raises(CheckpointError, match="tokens of width 32"):
+        read_embeddings(tmp_path / "e.safetensors", 32)
+
+
+def test_an_ambiguous_file_is_refused(tmp_path):
+    save_file({"x": torch.zeros(1, 32), "y": torch.zeros(1, 32)}, tmp_path / "e.safetensors")
+    with pytest.raises(CheckpointError, match="it holds x, y"):
+        read_embeddings(tmp_path / "e.safetensors", 32)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        read_embeddings(tmp_path / "none.safetensors", 32)
