@@ -7,7 +7,7 @@ This is the one place that joins the layers for a caller, so that ``WanModel.ena
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_type_hints
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
@@ -17,6 +17,7 @@ from wandistiller.config.command import CommandConfig
 from wandistiller.config.doctor import DoctorConfig
 from wandistiller.config.export import ExportConfig
 from wandistiller.config.sample import SampleConfig
+from wandistiller.config.values import convert_value
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory.streaming import BlockStream, stream_blocks
 from wandistiller.memory.vae_checkpointing import checkpoint_vae, uncheckpoint_vae
@@ -282,6 +283,8 @@ def _config(config_class: type[ConfigT], config: ConfigT | None, fields: dict[st
     if unknown:
         hint = nearest(unknown[0], config_class.__dataclass_fields__)
         raise UsageError(f"{config_class.__name__} has no field '{unknown[0]}'{hint}")
-    config = config or config_class(**fields)
+    hints = get_type_hints(config_class)
+    given = {name: convert_value(value, hints[name], name) for name, value in fields.items() if value is not None}
+    config = config or config_class(**given)
     config.check()
     return config

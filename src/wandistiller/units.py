@@ -39,7 +39,8 @@ class Bytes(int):
         return f"{int(self)} B"
 
     def __format__(self, spec: str) -> str:
-        return format(str(self), spec) if not spec or spec[-1] in "<>^s" or spec.isdigit() else format(int(self), spec)
+        is_for_numbers = bool(spec) and spec[-1] in ",_bcdoxXneEfFgG%"
+        return format(int(self), spec) if is_for_numbers else format(str(self), spec)
 
     def __add__(self, other: int) -> Bytes:
         return Bytes(int(self) + int(other))

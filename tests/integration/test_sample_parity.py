@@ -135,9 +135,7 @@ def test_the_picture_is_that_of_diffusers(tiny_folder, tmp_path):
         generator=torch.Generator().manual_seed(11),
         output_type="pil",
     ).frames[0][0]
-    sample(
-        model=str(tmp_path / "pipeline"), prompt=("c",), steps=3, cfg_scale=1.0, output=tmp_path / "c.png", **COMMON
-    )
+    sample(model=str(tmp_path / "pipeline"), prompt=("c",), steps=3, cfg_scale=1.0, output=tmp_path / "c.png", **COMMON)
     ours = np.asarray(Image.open(tmp_path / "c.png"), dtype=int)
     assert np.abs(ours - np.asarray(expected, dtype=int)).max() <= 1
 
@@ -226,7 +224,9 @@ def test_single_files_draw_what_their_pipeline_draws(tiny_folder, tmp_path):
     from wandistiller.models.text import encode_prompts
 
     export(model=str(tiny_folder), output=tmp_path / "files", format="comfyui")
-    text = encode_prompts(tiny_folder / "text_encoder", tiny_folder / "tokenizer", ["hi", ""], device="cpu", dtype=torch.float32)
+    text = encode_prompts(
+        tiny_folder / "text_encoder", tiny_folder / "tokenizer", ["hi", ""], device="cpu", dtype=torch.float32
+    )
     save_file({"embeddings": text[0, :3].clone()}, tmp_path / "cond.safetensors")  # "hi" and its end; the rest is padding
     save_file({"embeddings": text[1:, :1].clone()}, tmp_path / "uncond.safetensors")
     options = {"steps": 3, "cfg_scale": 2.0, "sigma_shift": 3.0, **COMMON}

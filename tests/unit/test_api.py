@@ -117,6 +117,10 @@ def test_functions_take_a_configuration_or_its_fields(tmp_path):
 
     with pytest.raises(UsageError, match="has no field 'promt'; did you mean 'prompt'"):
         sample(promt=("x",))
+    with pytest.raises(UsageError, match="steps = 'many' is not a int"):
+        sample(model="tiny", prompt="x", steps="many")
+    made = sample(model="tiny", prompt="x", steps=1, width=32, height=32, output=str(tmp_path / "x.png"))
+    assert made[0].files == (tmp_path / "x.png",)
     with pytest.raises(UsageError, match="Both"):
         sample(SampleConfig(), prompt=("x",))
     with pytest.raises(UsageError, match="--output is missing"):

@@ -1,0 +1,41 @@
+"""Values of a configuration's fields from what a file or a caller gives for them."""
+
+from __future__ import annotations
+
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from wandistiller.errors import UsageError, nearest
+
+
+def convert_value(value: Any, hint: Any, where: str) -> Any:
+    """Return ``value`` as the annotated type or raise; whole numbers pass as floats, strings as paths."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            if option is type(None):
+                continue
+            try:
+                return convert_value(value, option, where)
+            except UsageError:
+                if option == [kind for kind in arguments if kind is not type(None)][-1]:
+                    raise
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise UsageError(
+            f"{where} = {value!r} is not a choice{nearest(str(value), map(str, arguments))}",
+            fix=f"Choose one of {', '.join(map(str, arguments))}.",
+        )
+    if origin is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(convert_value(item, arguments[0], where) for item in items)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise UsageError(f"{where} = {value!r} is not a {hint.__name__}.", fix=f"Write a {hint.__name__}.")

@@ -1,0 +1,38 @@
+from pathlib import Path
+
+import pytest
+
+from wandistiller.config.sample import SampleConfig
+from wandistiller.errors import UsageError
+
+GOOD = {"model": "tiny", "prompt": ("x",)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "nothing to sample from"),
+        ({"model": "tiny"}, "nothing to draw"),
+        ({**GOOD, "cond": Path("c")}, "--prompt and --cond were both given"),
+        ({"checkpoint": Path("m"), "prompt": ("x",)}, "needs a text encoder"),
+        ({**GOOD, "steps": 0}, "--steps 0 is too small"),
+        ({**GOOD, "batch_size": -1}, "--batch-size -1"),
+        ({**GOOD, "frames": 0}, "--frames 0"),
+        ({**GOOD, "sigma_shift": 0.0}, "not positive"),
+        ({**GOOD, "boundary": 1.5}, "not between 0 and 1"),
+        ({**GOOD, "seed": -1}, "out of range"),
+        ({**GOOD, "output": Path("x.jpg")}, "unknown ending"),
+        ({**GOOD, "frames": 5, "output": Path("x.png")}, "5 frames do not go into"),
+        ({**GOOD, "output_latent": Path("x.pt")}, "must end with .safetensors"),
+        ({**GOOD, "output": Path("x.safetensors"), "output_latent": Path("auto")}, "as --output and as --output-latent"),
+    ],
+)
+def test_what_does_not_go_together(fields, message):
+    with pytest.raises(UsageError, match=message):
+        SampleConfig(**fields).check()
+
+
+def test_the_bare_latent_flag_puts_latents_beside_the_output():
+    config = SampleConfig(**GOOD, output=Path("runs/x.mp4"), output_latent=Path("auto"))
+    config.check()
+    assert config.latent_path == Path("runs/x.safetensors")
