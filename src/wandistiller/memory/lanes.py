@@ -1,26 +1,26 @@
-"""Copies from host to device beside the computation, ordered by tickets instead of by waiting.
+"""Work beside the computation, ordered by tickets instead of by waiting.
 
-A lane starts a copy that may run at any time after one ticket, and hands out another for when it is done; the computation
-waits for that one without stopping the host. ``CudaLane`` does this with a stream and events. ``ImmediateLane`` is for
-devices that share the host's memory, where a copy is done when the call returns.
+A lane starts a piece of work (a copy, a dequantisation) that may run at any time after one ticket, and hands out another for
+when it is done; the computation waits for that one without stopping the host. ``CudaLane`` does this with a stream and events.
+``ImmediateLane`` is for devices that share the host's memory, where work is done when the call returns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 Ticket = Any
 """Something that has happened or will: opaque outside of the lane that gave it out."""
 
 
 class Lane(Protocol):
-    """What a ring of slots needs from a device."""
+    """What streaming needs from a device."""
 
-    def copy(self, target: Tensor, source: Tensor, after: Ticket | None) -> Ticket:
-        """Start copying once ``after`` has happened; the ticket says when it is done."""
+    def start(self, work: Callable[[], object], after: Ticket) -> Ticket:
+        """Start work once ``after`` has happened; the ticket says when it is done."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
@@ -31,13 +31,16 @@ class Lane(Protocol):
         """Return a ticket for all computation issued so far."""
         ...
 
+    def wait_on_host(self, ticket: Ticket) -> None:
+        """Stop the calling thread until a ticket has happened; for threads beside the one that computes."""
+        ...
+
 
 class ImmediateLane:
-    """Copies done on the spot."""
+    """Work done on the spot."""
 
-    def copy(self, target: Tensor, source: Tensor, after: Ticket | None) -> Ticket:
-        target.copy_(source)
-        return None
+    def start(self, work: Callable[[], object], after: Ticket) -> Ticket:
+        work()
 
     def wait(self, ticket: Ticket) -> None:
         pass
@@ -45,28 +48,36 @@ class ImmediateLane:
     def mark(self) -> Ticket:
         return None
 
+    def wait_on_host(self, ticket: Ticket) -> None:
+        pass
+
 
 class CudaLane:
-    """Copies on a stream of their own; tickets are events."""
+    """Work on a stream of its own; tickets are events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def copy(self, target: Tensor, source: Tensor, after: Ticket | None) -> Ticket:
+    def start(self, work: Callable[[], object], after: Ticket) -> Ticket:
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            target.copy_(source, non_blocking=True)
+            work()
             return self._stream.record_event()
 
     def wait(self, ticket: Ticket) -> None:
-        torch.cuda.current_stream(self._device).wait_event(ticket)
+        if ticket is not None:
+            torch.cuda.current_stream(self._device).wait_event(ticket)
 
     def mark(self) -> Ticket:
         return torch.cuda.current_stream(self._device).record_event()
 
+    def wait_on_host(self, ticket: Ticket) -> None:
+        if ticket is not None:
+            ticket.synchronize()
+
 
 def lane_for(device: torch.device) -> Lane:
-    """Return the lane that fits a device."""
+    """Return a new lane that fits a device."""
     return CudaLane(device) if device.type == "cuda" else ImmediateLane()

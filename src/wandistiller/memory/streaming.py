@@ -1,155 +1,303 @@
-"""Block streaming: a model whose blocks live in host memory and visit the device when their turn comes.
+"""Block streaming: a model whose blocks live elsewhere and visit the device when their turn comes.
 
-Each block's weights lie in one flat host buffer, page-locked for a CUDA device. A ring of slots on the device, allocated
-once, receives the blocks ahead of their use, so the device holds ``num_slots`` blocks however deep the model is. What is
-not in a block (embeddings, the head) is small and stays on the device.
+A ring of slots on the device, allocated once, receives the blocks ahead of their use. Block and slot belong together for good:
+the n-th streamed block always computes on slot ``n % num_slots``, and only the bytes in it change. So the parameters keep their
+addresses, which is what lets autograd save views of them, lets compiled code run without new guards, and lets the device hold
+exactly ``num_slots`` blocks however deep the model is.
+
+Order is kept by tickets (see ``lanes``); the host never waits. A copy into a slot may start when all computation issued until
+then is done, and that is enough: when a block begins, everything that used the block before it has been issued, forward and
+(autograd runs in the reverse order of the forward) backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from wandistiller.errors import UsageError
+from wandistiller.memory.block_store import BlockStore, HostStore, QuantisedStore
+from wandistiller.memory.gradients import GradientTaker, HostGradients
+from wandistiller.memory.host import HostBudget
 from wandistiller.memory.lanes import Lane, Ticket, lane_for
+from wandistiller.memory.layout import BlockLayout, Member, lay_out, named_tensors
 
-_ALIGNMENT = 256  # bytes; what the CUDA allocator gives, so every view in a slot suits vectorised kernels
-
-
-@dataclass(frozen=True)
-class _Member:
-    """One parameter or buffer of a block: the tensor that modules hold, and where its bytes lie in the flat buffer."""
-
-    tensor: Tensor
-    dtype: torch.dtype
-    shape: torch.Size
-    offset: int
-
-    def view(self, flat: Tensor) -> Tensor:
-        num_bytes = self.shape.numel() * self.dtype.itemsize
-        return flat[self.offset : self.offset + num_bytes].view(self.dtype).view(self.shape)
+ReadTensor = Callable[[str], Tensor]
+"""Gives a tensor of the model by its full name, in host memory."""
 
 
 @dataclass(eq=False)
 class _Slot:
     flat: Tensor
-    loaded: int | None = None
-    """Index of the block whose weights are here or on their way."""
+    staging: Tensor
+    holds: int | None = None
+    """Which streamed block's bytes are here or on their way."""
     ready: Ticket = None
-    free: Ticket = None
-    is_busy: bool = False
-    """Between the start of a block's computation on these weights and its end."""
 
 
-@dataclass
 class BlockStream:
-    """The blocks of one model, streamed to one device; ``detach`` undoes it completely."""
+    """The streamed blocks of one model; ``detach`` undoes everything."""
 
-    model: nn.Module
-    blocks: Sequence[nn.Module]
-    device: torch.device
-    lane: Lane
-    num_slots: int
-    hosts: list[Tensor] = field(default_factory=list)
-    members: list[list[_Member]] = field(default_factory=list)
-    slots: list[_Slot] = field(default_factory=list)
-    hooks: list[Any] = field(default_factory=list)
-    outside: list[tuple[Tensor, torch.device]] = field(default_factory=list)
+    def __init__(self, model: nn.Module, device: torch.device, lane: Lane, num_slots: int) -> None:
+        self.model = model
+        self.device = device
+        self.lane = lane
+        self.num_slots = num_slots
+        self.blocks: list[nn.Module] = []
+        self.layouts: list[BlockLayout] = []
+        self.store: BlockStore
+        self.slots: list[_Slot] = []
+        self.gradients: HostGradients | None = None
+        self._hooks: list[Any] = []
+        self._outside: list[tuple[Tensor, torch.device]] = []
 
     @property
     def device_bytes(self) -> int:
-        """What the streamed model takes on the device: the ring and all that is in no block."""
-        return sum(slot.flat.numel() for slot in self.slots) + sum(tensor.nbytes for tensor, _ in self.outside)
+        """What the model takes on the device: the ring, what stays there, and staging."""
+        ring = sum(slot.flat.numel() + slot.staging.numel() for slot in self.slots)
+        return ring + sum(tensor.nbytes for tensor, _ in self._outside)
+
+    def invalidate(self) -> None:
+        """Forget what the slots hold, because the stored weights have changed (an optimiser's step, a load)."""
+        for slot in self.slots:
+            slot.holds = None
 
     def detach(self) -> None:
-        """Give the model its own weights back, in host memory, and take off every hook."""
-        for hook in self.hooks:
+        """Give the model its weights back in ordinary host memory, and take off every hook."""
+        for hook in self._hooks:
             hook.remove()
-        for index in range(len(self.blocks)):
-            self._point(index, self.hosts[index])
-        for tensor, home in self.outside:
+        self._hooks.clear()
+        for index, layout in enumerate(self.layouts):
+            values = self.store.views(index)
+            for member in layout.members:
+                member.tensor.data = values[member.name].clone()
+        for tensor, home in self._outside:
             tensor.data = tensor.data.to(home)
-        self.hooks.clear()
+        if self.gradients is not None:
+            self.gradients.close()
+        self.store.close()
         self.slots.clear()
-        self.outside.clear()
+        self._outside.clear()
 
-    def _before(self, index: int) -> None:
-        slot = self._bring(index)
-        self.lane.wait(slot.ready)
-        slot.is_busy = True
-        self._point(index, slot.flat)
-        # The next block, also after the last one: a sampler comes back for the first.
+    def use(self, position: int, step: int) -> None:
+        """Make a streamed block's weights be there for the computation that follows, and start on the next ones.
+
+        ``step`` is 1 in forward and -1 in backward. Where forward ends without a backward to come, the first block is next.
+        """
+        count, upcoming = len(self.blocks), []
         for ahead in range(1, self.num_slots):
-            self._bring((index + ahead) % len(self.blocks))
+            following = position + step * ahead
+            if 0 <= following < count:
+                upcoming.append(following)
+            elif step > 0 and not torch.is_grad_enabled():
+                upcoming.append(following % count)
+        slot = self._bring(position)
+        self.store.expect([*upcoming, *self._further(position, step)])
+        self.lane.wait(slot.ready)
+        for following in upcoming:
+            if following != position and following % self.num_slots != position % self.num_slots:
+                self._bring(following)
 
-    def _after(self, index: int) -> None:
-        slot = next(slot for slot in self.slots if slot.loaded == index)
-        slot.free = self.lane.mark()
-        slot.is_busy = False
-        self._point(index, self.hosts[index])
+    def _further(self, position: int, step: int) -> list[int]:
+        """Return the blocks beyond the ring, for a store that reads ahead."""
+        reach = range(self.num_slots, self.num_slots + 2)
+        return [(position + step * ahead) % len(self.blocks) for ahead in reach]
 
-    def _bring(self, index: int) -> _Slot:
-        """Return the slot that has a block's weights or will have them, by a copy started now if need be."""
-        for slot in self.slots:
-            if slot.loaded == index:
-                return slot
-        # ``slots`` is kept in the order of last use, so the first idle one holds the block used longest ago.
-        slot = next(slot for slot in self.slots if not slot.is_busy)
-        slot.ready = self.lane.copy(slot.flat[: self.hosts[index].numel()], self.hosts[index], slot.free)
-        slot.loaded = index
-        self.slots.remove(slot)
-        self.slots.append(slot)
+    def _bring(self, position: int) -> _Slot:
+        slot = self.slots[position % self.num_slots]
+        if slot.holds != position:
+            deliver = self.store.fetch(position)
+            slot.ready = self.lane.start(lambda: deliver(slot.flat, slot.staging), self.lane.mark())
+            slot.holds = position
+            self.store.delivered(position, slot.ready)
         return slot
 
-    def _point(self, index: int, flat: Tensor) -> None:
-        for member in self.members[index]:
-            member.tensor.data = member.view(flat)
+    def _hook(self, position: int, block: nn.Module) -> None:
+        @torch.compiler.disable
+        def before(module: nn.Module, args: Any) -> None:
+            # A forward inside of a backward is a recomputation, and the block before is next.
+            self.use(position, -1 if torch._C._current_graph_task_id() != -1 else 1)
+
+        @torch.compiler.disable
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in _tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self.use(position, -1))
+                    return
+
+        self._hooks.append(block.register_forward_pre_hook(before))
+        self._hooks.append(block.register_forward_hook(after))
+
+    def _keep_state_readable(self) -> None:
+        """Let ``state_dict`` and ``load_state_dict`` see the stored weights instead of what happens to be in the slots."""
+        places = {
+            id(member.tensor): (position, member.name)
+            for position, layout in enumerate(self.layouts)
+            for member in layout.members
+        }
+        names = {
+            name: places[id(tensor)]
+            for name, tensor in (
+                *self.model.named_parameters(remove_duplicate=False),
+                *self.model.named_buffers(remove_duplicate=False),
+            )
+            if id(tensor) in places
+        }
+
+        def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name, (position, member) in names.items():
+                if prefix + name in state:
+                    state[prefix + name] = self.store.views(position)[member]
+
+        def before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            for name, (position, member) in names.items():
+                if prefix + name in state:
+                    self.store.views(position)[member].copy_(state[prefix + name])
+            self.invalidate()
+
+        self._hooks.append(self.model.register_state_dict_post_hook(after_save))
+        self._hooks.append(self.model.register_load_state_dict_pre_hook(before_load))
 
 
 def stream_blocks(
-    model: nn.Module, blocks: Sequence[nn.Module], device: torch.device | str, *, num_slots: int = 2, lane: Lane | None = None
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device | str,
+    *,
+    num_slots: int = 2,
+    resident: int = 0,
+    read: ReadTensor | None = None,
+    store: Callable[[Sequence[BlockLayout], Callable[[int, Member], Tensor]], BlockStore] | None = None,
+    quantise: bool = False,
+    budget: HostBudget | None = None,
+    train: bool = False,
+    on_gradient: GradientTaker | None = None,
+    lane: Lane | None = None,
 ) -> BlockStream:
-    """Start streaming the blocks of a model that lies in host memory; ``device`` computes.
+    """Stream the blocks of a model in host memory, or on the meta device with ``read`` to give its tensors by name.
 
-    Blocks called in order are there when they are needed; called in another order they are still right, only later.
+    ``resident`` of the blocks, spread evenly, stay on the device, and so do the trained adapters of frozen blocks. With
+    ``train`` whole blocks are trained: their gradients leave for the host as soon as they are complete, into ``gradients`` or
+    to ``on_gradient``. ``store`` builds another place for blocks than host memory.
     """
     device = torch.device(device)
-    stream = BlockStream(model, blocks, device, lane or lane_for(device), min(num_slots, len(blocks)))
-    pinned = device.type == "cuda"
-    for block in blocks:
-        members, num_bytes = _lay_out(block)
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        for member in members:
-            view = member.view(host)
-            view.copy_(member.tensor.data)
-            member.tensor.data = view
-        stream.members.append(members)
-        stream.hosts.append(host)
-    largest = max(host.numel() for host in stream.hosts)
-    stream.slots = [_Slot(torch.empty(largest, dtype=torch.uint8, device=device)) for _ in range(stream.num_slots)]
-    in_blocks = {id(member.tensor) for members in stream.members for member in members}
-    for tensor in _tensors(model):
-        if id(tensor) not in in_blocks:
-            stream.outside.append((tensor, tensor.device))
-            tensor.data = tensor.data.to(device)
-    for index, block in enumerate(blocks):
-        stream.hooks.append(block.register_forward_pre_hook(lambda *_, index=index: stream._before(index)))
-        stream.hooks.append(block.register_forward_hook(lambda *_, index=index: stream._after(index), always_call=True))
+    names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
+    streamed = [block for index, block in enumerate(blocks) if index not in spread_evenly(len(blocks), resident)]
+    stream = BlockStream(model, device, lane or lane_for(device), min(num_slots, max(len(streamed), 1)))
+    stream.blocks = streamed
+    taken: set[int] = set()
+    for block in streamed:
+        # In a block that is frozen but for a few parameters, those are adapters: small, and an optimiser's on the device.
+        has_adapters = not train and not all(parameter.requires_grad for parameter in block.parameters())
+        tensors = [
+            (name, tensor)
+            for name, tensor in named_tensors(block)
+            if id(tensor) not in taken and not (has_adapters and tensor.requires_grad)
+        ]
+        taken |= {id(tensor) for _, tensor in tensors}
+        stream.layouts.append(lay_out(tensors))
+
+    def read_member(index: int, member: Member) -> Tensor:
+        value = member.tensor.data if read is None else read(names[id(member.tensor)])
+        return value if member.tensor.is_meta else _released(member.tensor, value)
+
+    if store is not None:
+        stream.store = store(stream.layouts, read_member)
+    else:
+        stream.store = (QuantisedStore if quantise else HostStore)(stream.layouts, read_member, device, budget)
+    _make_ring(stream)
+    _keep_the_rest_on_device(stream, taken, names, read)
+    refusal = register_optimizer_step_pre_hook(_refuse_to_step(stream.layouts))
+    weakref.finalize(stream, refusal.remove)
+    stream._hooks.append(refusal)
+    if train:
+        stream.gradients = HostGradients(stream.layouts, device, on_gradient)
+        stream._hooks += stream.gradients.hooks
+    for position, block in enumerate(streamed):
+        stream._hook(position, block)
+    stream._keep_state_readable()
     return stream
 
 
-def _lay_out(block: nn.Module) -> tuple[list[_Member], int]:
-    members, offset = [], 0
-    for tensor in _tensors(block):
-        members.append(_Member(tensor, tensor.dtype, tensor.shape, offset))
-        offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return members, offset
+def spread_evenly(total: int, chosen: int) -> set[int]:
+    """Choose indices so that the gaps between them differ by at most one."""
+    chosen = min(chosen, total)
+    return {(2 * index + 1) * total // (2 * chosen) for index in range(chosen)}
 
 
-def _tensors(module: nn.Module) -> Iterable[Tensor]:
-    """Return every parameter and buffer once, also where two modules share one."""
-    unique = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    return unique.values()
+def blocks_to_keep(num_blocks: int, copy_seconds: float, compute_seconds: float, room: int, block_bytes: int) -> int:
+    """Return how many blocks to keep resident so that the bus just keeps up, as far as there is room for them."""
+    if copy_seconds <= 0:
+        return 0
+    # The copies of all streamed blocks have to fit into the computation of all blocks.
+    streamable = int(num_blocks * compute_seconds / copy_seconds)
+    return max(0, min(num_blocks - streamable, room // max(block_bytes, 1)))
+
+
+def _refuse_to_step(layouts: Sequence[BlockLayout]) -> Callable[..., None]:
+    """Return a hook that stops an optimiser from updating what happens to be in the slots."""
+    # The hook is global, so it must not keep the model alive, nor take a later tensor at the same address for one of its own.
+    streamed = {id(member.tensor): weakref.ref(member.tensor) for layout in layouts for member in layout.members}
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if any(id(parameter) in streamed and streamed[id(parameter)]() is parameter for parameter in group["params"]):
+                raise UsageError(
+                    "An optimiser was asked to update weights that are streamed.",
+                    why="they live in host memory, and what it would change is a copy on its way through.",
+                    fix="Train adapters, switch offloading off, or stream with train=True and an optimiser on the host.",
+                )
+
+    return refuse
+
+
+def _released(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return a value and let the tensor go of it, so that host memory never holds the model twice."""
+    tensor.data = torch.empty(0, dtype=value.dtype, device=value.device)
+    return value
+
+
+def _make_ring(stream: BlockStream) -> None:
+    largest = max((layout.num_bytes for layout in stream.layouts), default=0)
+    for _ in range(stream.num_slots if largest else 0):
+        flat = torch.empty(largest, dtype=torch.uint8, device=stream.device)
+        staging = torch.empty(stream.store.staging_bytes, dtype=torch.uint8, device=stream.device)
+        stream.slots.append(_Slot(flat, staging))
+    for position, layout in enumerate(stream.layouts):
+        slot = stream.slots[position % stream.num_slots]
+        for member in layout.members:
+            _bind(member.tensor, member.view(slot.flat))
+
+
+def _keep_the_rest_on_device(stream: BlockStream, taken: set[int], names: dict[int, str], read: ReadTensor | None) -> None:
+    for name, tensor in named_tensors(stream.model):
+        if id(tensor) in taken:
+            continue
+        home = torch.device("cpu") if tensor.is_meta else tensor.device
+        value = read(name) if tensor.is_meta and read is not None else tensor.data
+        _bind(tensor, value.to(stream.device))
+        stream._outside.append((tensor, home))
+
+
+def _bind(tensor: Tensor, value: Tensor) -> None:
+    """Let a tensor that modules hold have other values; one on the meta device changes its kind, not its identity."""
+    if not tensor.is_meta:
+        tensor.data = value
+    elif isinstance(tensor, nn.Parameter):
+        torch.utils.swap_tensors(tensor, nn.Parameter(value, requires_grad=tensor.requires_grad))
+    else:
+        torch.utils.swap_tensors(tensor, value)
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, (tuple, list)):
+        return [item for item in output if isinstance(item, Tensor)]
+    return []

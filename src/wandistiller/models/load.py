@@ -12,15 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from wandistiller.models.stored import (
-    TRANSFORMER,
-    VAE,
-    Architecture,
-    StoredModel,
-    build_empty,
-    inspect_checkpoint,
-    stays_in_float32,
-)
+from wandistiller.models.stored import TRANSFORMER, VAE, Architecture, StoredModel, build_empty, inspect_checkpoint
 
 OnTensor = Callable[[str, int], None]
 """Told the name and the stored bytes of each tensor as it is loaded."""
@@ -40,8 +32,7 @@ def load_model(
     """
     model = build_empty(stored.architecture, stored.config, model_class)
     for key in stored.names:
-        target = torch.float32 if stays_in_float32(stored.architecture.model_class, key) else dtype
-        set_tensor(model, key, stored.read(key, target).to(device))
+        set_tensor(model, key, stored.read_for(key, dtype).to(device))
         if on_tensor is not None:
             on_tensor(key, stored.weights.entries[stored.names[key]].num_bytes)
     for module in model.modules():

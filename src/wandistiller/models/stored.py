@@ -103,6 +103,10 @@ class StoredModel:
                 tensor *= scale.reshape(-1, *[1] * (tensor.ndim - 1)) if scale.numel() > 1 else scale.reshape(())
         return tensor if dtype is None else tensor.to(dtype)
 
+    def read_for(self, key: str, dtype: torch.dtype | None) -> Tensor:
+        """Return one tensor as a model in ``dtype`` has it: in float32 where Wan keeps that; None for what is stored."""
+        return self.read(key, torch.float32 if stays_in_float32(self.architecture.model_class, key) else dtype)
+
     def stored_dtype(self, key: str) -> torch.dtype:
         """Return the dtype that ``read`` gives when asked for none."""
         dtype = self.weights.entries[self.names[key]].dtype
@@ -137,10 +141,22 @@ def inspect_checkpoint(path: Path, expected: Architecture | None = None) -> Stor
     )
 
 
-def build_empty(architecture: Architecture, config: Mapping[str, Any], model_class: type[nn.Module] | None = None) -> nn.Module:
-    """Return the model on the meta device, except for what is computed rather than loaded."""
+def build_empty(
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    model_class: type[nn.Module] | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Return the model on the meta device, except for what is computed rather than loaded.
+
+    With ``dtype`` its tensors have that dtype, but for those that Wan keeps in float32.
+    """
     with torch.device("meta"):
         model = (model_class or architecture.model_class)(**config)
+    if dtype is not None:
+        for name, parameter in model.named_parameters():
+            if not stays_in_float32(architecture.model_class, name):
+                parameter.data = parameter.data.to(dtype)
     if architecture is TRANSFORMER:
         model.rope = WanRotaryPosEmbed(config["attention_head_dim"], config["patch_size"], config["rope_max_seq_len"])
     return model.eval()

@@ -12,7 +12,7 @@ from wandistiller.flow.path import NUM_TIMESTEPS
 from wandistiller.memory.monitor import memory_line
 from wandistiller.memory.streaming import stream_blocks
 from wandistiller.models.load import load_model
-from wandistiller.models.stored import StoredModel
+from wandistiller.models.stored import StoredModel, build_empty
 from wandistiller.terminal import progress
 from wandistiller.units import Bytes
 
@@ -66,16 +66,19 @@ class Experts:
         stored = self._stored[index]
         name = "transformer" if len(self._stored) == 1 else ("high-noise expert", "low-noise expert")[index]
         total = sum(stored.weights.entries[key].num_bytes for key in stored.names.values())
-        with progress(f"Loading {name} ({Bytes(total)})", len(stored.names), "part", lambda: memory_line(self._device)) as step:
-            model = load_model(
-                stored,
-                dtype=self._dtype,
-                device="cpu" if self._should_stream else self._device,
-                on_tensor=lambda *_: step(),
-            )
-        if self._should_stream:
-            stream_blocks(model, list(model.blocks), self._device)
-        return model
+        note = f"Loading {name} ({Bytes(total)})"
+        with progress(note, len(stored.names), "part", lambda: memory_line(self._device)) as advance:
+            if not self._should_stream:
+                return load_model(stored, dtype=self._dtype, device=self._device, on_tensor=lambda *_: advance())
+
+            def read(key: str) -> torch.Tensor:
+                advance()
+                return stored.read_for(key, self._dtype)
+
+            # From the meta device straight into the streams' own memory: the model is never whole anywhere else.
+            model = build_empty(stored.architecture, stored.config, dtype=self._dtype)
+            stream_blocks(model, list(model.blocks), self._device, read=read)
+            return model.requires_grad_(False)
 
 
 def free_memory(device: torch.device) -> None:

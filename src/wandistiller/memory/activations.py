@@ -1,0 +1,304 @@
+"""Activation policies: what a block keeps for backward, and where.
+
+- ``none``: everything is kept, nothing is computed twice;
+- ``full``: a block's input is kept, the rest is recomputed;
+- ``selective``: what is dear to recompute is kept too, which is attention over long sequences.
+
+Each can send what is kept to host memory. A policy works on any modules, blocks by default or the attention or feed-forward
+parts in them, by wrapping their ``forward``: compile first, then choose a policy, then stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from wandistiller.errors import UsageError, nearest
+from wandistiller.memory import attention
+from wandistiller.memory.kept import DeviceKeeper, HostKeeper, Keeper, Kept
+
+Forward = Callable[..., Any]
+Wrap = Callable[[nn.Module, Forward, Keeper], Forward]
+
+POLICIES: dict[str, Wrap] = {}
+GRANULARITIES: dict[str, tuple[str, ...]] = {
+    "block": (),
+    "attention": ("Attention",),
+    "feed_forward": ("FeedForward", "MLP", "Mlp"),
+}
+"""Pieces of class names that tell which parts of a block are meant; none for the block itself."""
+
+
+def register_policy(name: str) -> Callable[[Wrap], Wrap]:
+    """Make a policy available under ``name``."""
+
+    def register(wrap: Wrap) -> Wrap:
+        POLICIES[name] = wrap
+        return wrap
+
+    return register
+
+
+@dataclass
+class ActivePolicy:
+    """A policy at work; ``detach`` undoes it."""
+
+    modules: Sequence[nn.Module]
+    keeper: Keeper
+    is_selective: bool
+
+    def detach(self) -> None:
+        """Give every module its own ``forward`` back."""
+        for module in self.modules:
+            original = module.__dict__.pop("_forward_without_policy", None)
+            # A compiled forward is an attribute of the instance, the class's own is not.
+            if original is not None and getattr(original, "__func__", None) is not type(module).forward:
+                module.forward = original
+            else:
+                module.__dict__.pop("forward", None)
+        if self.is_selective:
+            attention.uninstall()
+
+
+def apply_policy(
+    blocks: Sequence[nn.Module],
+    name: str,
+    device: torch.device | str,
+    *,
+    to_host: bool = False,
+    granularity: str = "block",
+    keeper: Keeper | None = None,
+) -> ActivePolicy:
+    """Let blocks keep for backward what the policy says; outside of training nothing changes."""
+    if name not in POLICIES:
+        raise UsageError(f"There is no activation policy '{name}'{nearest(name, POLICIES)}", fix=f"Use {', '.join(POLICIES)}.")
+    if granularity not in GRANULARITIES:
+        known = ", ".join(GRANULARITIES)
+        raise UsageError(f"There is no granularity '{granularity}'{nearest(granularity, GRANULARITIES)}", fix=f"Use {known}.")
+    modules = [module for block in blocks for module in _parts(block, granularity)]
+    if not modules:
+        raise UsageError(f"These blocks have no {granularity} parts to recompute.", fix="Use the granularity 'block'.")
+    keeper = keeper or (HostKeeper(torch.device(device)) if to_host else DeviceKeeper())
+    for module in modules:
+        if "_forward_without_policy" in module.__dict__:
+            raise UsageError("These blocks have an activation policy already.", fix="Detach it first.")
+        module.__dict__["_forward_without_policy"] = module.forward
+        module.forward = POLICIES[name](module, module.forward, keeper)
+    if name == "selective":
+        attention.install()
+    return ActivePolicy(modules, keeper, name == "selective")
+
+
+@register_policy("none")
+def _keep_everything(module: nn.Module, forward: Forward, keeper: Keeper) -> Forward:
+    if isinstance(keeper, DeviceKeeper):
+        return forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        keeper.begin()
+        with _saving_to(keeper, module):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+@register_policy("full")
+def _recompute_everything(module: nn.Module, forward: Forward, keeper: Keeper) -> Forward:
+    return _recomputing(module, forward, keeper, keep_attention=False)
+
+
+@register_policy("selective")
+def _recompute_all_but_attention(module: nn.Module, forward: Forward, keeper: Keeper) -> Forward:
+    return _recomputing(module, forward, keeper, keep_attention=True)
+
+
+def _parts(block: nn.Module, granularity: str) -> Iterator[nn.Module]:
+    words = GRANULARITIES[granularity]
+    if not words:
+        yield block
+        return
+    for module in block.modules():
+        if module is not block and any(word in type(module).__name__ for word in words):
+            yield module
+
+
+@contextmanager
+def _saving_to(keeper: Keeper, module: nn.Module) -> Iterator[None]:
+    """Let autograd's saved tensors be kept by a keeper, weights left alone and each tensor once."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    seen: dict[tuple[Any, ...], list[Any]] = {}
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() in weights or not tensor.is_contiguous():
+            return tensor
+        key = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor._version)
+        if key not in seen:
+            # [kept, how many still want it, the tensor once it is back]
+            seen[key] = [keeper.put(tensor), 0, None]
+        seen[key][1] += 1
+        return seen[key]
+
+    def unpack(entry: Any) -> Tensor:
+        if isinstance(entry, Tensor):
+            return entry
+        if entry[2] is None:
+            entry[2] = keeper.get(entry[0])
+        tensor: Tensor = entry[2]
+        entry[1] -= 1
+        if entry[1] == 0:
+            entry[2] = None
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _recomputing(module: nn.Module, forward: Forward, keeper: Keeper, *, keep_attention: bool) -> Forward:
+    needs_random_state = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        wants_gradient = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or parameters
+        if not torch.is_grad_enabled() or not wants_gradient:
+            return forward(*args, **kwargs)
+        plan = _Plan(forward, structure, leaves, keeper, keep_attention, needs_random_state)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return _Recompute.apply(plan, len(tensors), *tensors, *parameters)
+
+    return run
+
+
+class _Plan:
+    """One call of a recomputed module: what to run, on what, and what was kept of it."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        structure: Any,
+        leaves: list[Any],
+        keeper: Keeper,
+        keep_attention: bool,
+        needs_random_state: bool,
+    ) -> None:
+        self.forward = forward
+        self.structure = structure
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.needs_gradient = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
+        self.keeper = keeper
+        self.keep_attention = keep_attention
+        self.random_states = _random_states(leaves) if needs_random_state else None
+        self.autocasts = _autocasts()
+        self.kept: list[Kept] = []
+        self.kept_attention: list[tuple[Kept, Kept]] = []
+
+    def first(self, tensors: Sequence[Tensor]) -> Any:
+        """Run without a graph and put away what backward will need."""
+        self.keeper.begin()
+        ledger = attention.Ledger() if self.keep_attention else None
+        with torch.no_grad(), attention.ledger_in_use(ledger) if ledger else nullcontext():
+            output = self._call(tensors)
+        # The first input is this block's own; the others (text, time, positions) are shared by all blocks.
+        self.kept = [self.keeper.put(tensor) if index == 0 else Kept(tensor) for index, tensor in enumerate(tensors)]
+        if ledger:
+            self.kept_attention = [(self.keeper.put(result), self.keeper.put(sums)) for result, sums in ledger.results]
+        return output
+
+    def again(self) -> tuple[list[Tensor], Any]:
+        """Run with a graph; return the inputs that it starts from and its output."""
+        inputs = []
+        for index, kept in enumerate(self.kept):
+            tensor = self.keeper.get(kept) if index == 0 else kept.tensor
+            assert tensor is not None
+            inputs.append(tensor.detach().requires_grad_(self.needs_gradient[index]))
+        ledger = None
+        if self.keep_attention:
+            ledger = attention.Ledger()
+            ledger.results = [(self.keeper.get(result), self.keeper.get(sums)) for result, sums in self.kept_attention]
+            ledger.is_replaying = True
+        self.kept = self.kept_attention = []
+        with torch.enable_grad(), attention.ledger_in_use(ledger) if ledger else nullcontext(), self._as_before():
+            return inputs, self._call(inputs)
+
+    def _call(self, tensors: Sequence[Tensor]) -> Any:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        return self.forward(*args, **kwargs)
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Recompute with the random numbers and the precision of the first time."""
+        with _random_numbers(self.random_states), _autocasting(self.autocasts):
+            yield
+
+
+class _Recompute(torch.autograd.Function):
+    """Runs a plan without a graph, and again with one when its gradient is asked for.
+
+    Parameters are inputs too, so that their gradients take the ordinary way, past whatever hooks they have.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, num_inputs: int, *tensors: Tensor) -> Any:
+        ctx.plan, ctx.num_inputs = plan, num_inputs
+        ctx.parameters = tensors[num_inputs:]
+        return plan.first(tensors[:num_inputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        inputs, output = ctx.plan.again()
+        outputs = [output] if isinstance(output, Tensor) else [item for item in output if isinstance(item, Tensor)]
+        pairs = [
+            (out, gradient)
+            for out, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and out.requires_grad
+        ]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad] + list(ctx.parameters)
+        found = iter(
+            torch.autograd.grad([out for out, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True)
+        )
+        for_inputs = [next(found) if tensor.requires_grad else None for tensor in inputs]
+        return None, None, *for_inputs, *found
+
+
+def _random_states(leaves: Sequence[Any]) -> dict[str, Any]:
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+    return {"cpu": torch.get_rng_state(), **{str(device): torch.cuda.get_rng_state(device) for device in devices}}
+
+
+@contextmanager
+def _random_numbers(states: dict[str, Any] | None) -> Iterator[None]:
+    if states is None:
+        yield
+        return
+    devices = [name for name in states if name != "cpu"]
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(states["cpu"])
+        for name in devices:
+            torch.cuda.set_rng_state(states[name], name)
+        yield
+
+
+def _autocasts() -> list[tuple[str, torch.dtype]]:
+    return [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
+@contextmanager
+def _autocasting(autocasts: list[tuple[str, torch.dtype]]) -> Iterator[None]:
+    if not autocasts:
+        yield
+        return
+    (kind, dtype), *rest = autocasts
+    with torch.autocast(kind, dtype=dtype), _autocasting(rest):
+        yield

@@ -1,0 +1,199 @@
+"""Attention whose result can be kept while everything around it is recomputed.
+
+Of all that a transformer block computes, attention over long sequences is the dearest for the bytes of its result. While a
+``Ledger`` is recording, results are noted; while it replays, they are handed out again instead of being computed, and backward
+works on them and on the recomputed query, key and value. It is an operator of its own, so that compiled blocks call it too.
+
+``keeping_attention`` puts it in the place of ``torch.nn.functional.scaled_dot_product_attention``, which all of diffusers'
+models call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+MIN_KEYS = 1024
+"""Shorter sequences are cheaper to recompute than to keep."""
+
+_Pair = tuple[Tensor, Tensor]
+_plain_attention = functional.scaled_dot_product_attention
+_installed = 0
+_is_keeping = False
+_ledger: Ledger | None = None
+
+
+class Ledger:
+    """Results of one block's attention calls in their order."""
+
+    def __init__(self) -> None:
+        self.results: list[_Pair] = []
+        self.is_replaying = False
+
+
+@contextmanager
+def ledger_in_use(ledger: Ledger) -> Iterator[None]:
+    """Note or replay the attention of the computation inside."""
+    global _ledger, _is_keeping
+    before, _ledger = _ledger, ledger
+    was_keeping, _is_keeping = _is_keeping, True
+    try:
+        yield
+    finally:
+        _ledger, _is_keeping = before, was_keeping
+
+
+def install() -> None:
+    """Let attention go through here; counted, so that each ``uninstall`` undoes one."""
+    global _installed
+    _installed += 1
+    functional.scaled_dot_product_attention = _attention
+
+
+def uninstall() -> None:
+    """Undo one ``install``."""
+    global _installed
+    _installed -= 1
+    if _installed == 0:
+        functional.scaled_dot_product_attention = _plain_attention
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    is_plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa
+    if not (_is_keeping and is_plain and key.shape[-2] >= MIN_KEYS and query.ndim == 4):
+        return _plain_attention(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    scale = scale if scale is not None else query.shape[-1] ** -0.5
+    result, _ = torch.ops.wandistiller.attention(query, key, value, scale)
+    return result.transpose(1, 2)
+
+
+@torch.library.custom_op("wandistiller::attention", mutates_args=())
+def _attention_op(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return attention as (batch, tokens, heads, width) and the log of the softmax's sums, (batch, heads, tokens)."""
+    if _ledger is not None and _ledger.is_replaying:
+        return _ledger.results.pop(0)
+    result, sums = _forward(query, key, value, scale)
+    result = result.transpose(1, 2).contiguous()
+    sums = sums.reshape(query.shape[:3]).contiguous()
+    if _ledger is not None:
+        _ledger.results.append((result, sums))
+    return result, sums
+
+
+@_attention_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1]), query.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("wandistiller::attention_backward", mutates_args=())
+def _attention_backward_op(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, sums: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = _backward(gradient.transpose(1, 2), query, key, value, result.transpose(1, 2), sums, scale)
+    return tuple(item.contiguous() for item in gradients)  # type: ignore[return-value]
+
+
+@_attention_backward_op.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, sums: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        query.new_empty(query.shape),
+        key.new_empty(key.shape),
+        value.new_empty(value.shape),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
+    query, key, value, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, result, sums = ctx.saved_tensors
+    found = torch.ops.wandistiller.attention_backward(gradient, query, key, value, result, sums, ctx.scale)
+    return (*found, None)
+
+
+_attention_op.register_autograd(_differentiate, setup_context=_setup)
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> SDPBackend:
+    """Return the kernel that PyTorch takes for these."""
+    if query.device.type == "cpu":
+        return SDPBackend.FLASH_ATTENTION
+    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale)
+    # The plain one keeps no sums; the memory-efficient one takes whatever it takes.
+    return SDPBackend.EFFICIENT_ATTENTION if SDPBackend(choice) is SDPBackend.MATH else SDPBackend(choice)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> _Pair:
+    aten, kernel = torch.ops.aten, _kernel(query, key, value, scale)
+    if query.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=scale)
+    if kernel is SDPBackend.CUDNN_ATTENTION:
+        return aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, False, False, scale=scale)[:2]
+    if kernel is SDPBackend.FLASH_ATTENTION:
+        return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False, scale=scale)[:2]
+    result, sums = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, False, scale=scale)[:2]
+    return result, sums[..., : query.shape[-2]]  # its sums are padded to whole tiles
+
+
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, sums: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    aten, kernel = torch.ops.aten, _kernel(query, key, value, scale)
+    if query.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, value, result, sums, 0.0, False, scale=scale
+        )
+    # Without dropout the state of the random numbers is not looked at.
+    seed = offset = torch.zeros((), dtype=torch.int64, device=query.device)
+    lengths = (query.shape[-2], key.shape[-2])
+    if kernel is SDPBackend.CUDNN_ATTENTION:
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            gradient,
+            query,
+            key,
+            value,
+            result,
+            sums[..., None],
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            *lengths,
+            0.0,
+            False,
+            scale=scale,
+        )
+    if kernel is SDPBackend.FLASH_ATTENTION:
+        return aten._scaled_dot_product_flash_attention_backward(
+            gradient, query, key, value, result, sums, None, None, *lengths, 0.0, False, seed, offset, scale=scale
+        )
+    padding = -sums.shape[-1] % 32
+    padded = functional.pad(sums, (0, padding), value=float("inf")) if padding else sums
+    needed = [True, True, True, False]
+    return aten._scaled_dot_product_efficient_attention_backward(
+        gradient, query, key, value, None, result, padded, seed, offset, 0.0, needed, False, scale=scale
+    )[:3]

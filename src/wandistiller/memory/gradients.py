@@ -1,0 +1,131 @@
+"""Gradients of streamed blocks, handed to the host as soon as each is complete.
+
+A gradient is copied into page-locked memory beside the computation, and a thread passes it on when it has arrived: to an
+optimiser that works there, or by default into a sum that a training step reads at its end.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wandistiller.memory.host import allocate_host
+from wandistiller.memory.lanes import Lane, lane_for
+from wandistiller.memory.layout import BlockLayout, Member
+
+GradientTaker = Callable[[Tensor, Tensor], None]
+"""Told a parameter and its gradient in host memory, on a thread of its own; the memory is used again afterwards."""
+
+
+class HostGradients:
+    """Takes the gradients of streamed parameters off the device."""
+
+    def __init__(
+        self, layouts: Sequence[BlockLayout], device: torch.device, take: GradientTaker | None = None, lane: Lane | None = None
+    ) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self.hooks: list[Any] = []
+        self._take = take or self._add
+        self._lane = lane or lane_for(device)
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._idle = threading.Condition()
+        self._pending = 0
+        trained = [[member for member in layout.members if member.tensor.requires_grad] for layout in layouts]
+        largest = max((layout.num_bytes for layout in layouts), default=0)
+        # Two landing places in turn: one being filled while the other is passed on.
+        self._landings = [allocate_host(largest, device) for _ in range(2)]
+        self._landing_free = [threading.Event() for _ in self._landings]
+        for event in self._landing_free:
+            event.set()
+        self._current: tuple[int, int] | None = None
+        """Block whose gradients are leaving now, and its landing place."""
+        self._last_landing = 1
+        for position, members in enumerate(trained):
+            for member in members:
+                hook = member.tensor.register_post_accumulate_grad_hook(
+                    lambda parameter, position=position, member=member: self._leave(position, member)
+                )
+                self.hooks.append(hook)
+        self._counts = [len(members) for members in trained]
+        self._seen = [0] * len(trained)
+        self._thread = threading.Thread(target=self._pass_on, name="wandistiller-gradients", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when every gradient so far has been passed on; raise what the taker raised."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._pending == 0 or self._error is not None)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient in host memory, summed over backward passes; not where another taker was given."""
+        self.wait()
+        return self._sums.get(id(parameter))
+
+    def clear(self) -> None:
+        """Forget the sums, for the next step."""
+        self.wait()
+        self._sums.clear()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _leave(self, position: int, member: Member) -> None:
+        """Start a gradient's way to the host; called by autograd when it is complete."""
+        parameter = member.tensor
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        landing = self._landing(position)
+        target = member.view(self._landings[landing])
+        ticket = self._lane.start(lambda: target.copy_(gradient, non_blocking=True), self._lane.mark())
+        with self._idle:
+            self._pending += 1
+        self._seen[position] += 1
+        is_last = self._seen[position] == self._counts[position]
+        if is_last:
+            self._seen[position] = 0
+            self._current = None
+        # The device's memory must not be used again before the copy is done, so the gradient travels along.
+        self._queue.put((ticket, parameter, gradient, target, landing if is_last else None))
+
+    def _landing(self, position: int) -> int:
+        """Return the landing place for a block, the other one than the last block's, once it is free."""
+        if self._current is None or self._current[0] != position:
+            chosen = 1 - self._last_landing
+            self._landing_free[chosen].wait()
+            self._landing_free[chosen].clear()
+            self._current = (position, chosen)
+            self._last_landing = chosen
+        return self._current[1]
+
+    def _pass_on(self) -> None:
+        while (item := self._queue.get()) is not None:
+            ticket, parameter, gradient, target, landing = item
+            self._lane.wait_on_host(ticket)
+            del gradient
+            try:
+                self._take(parameter, target)
+            except BaseException as error:  # noqa: BLE001 - raised again where the training loop waits
+                self._error = error
+            item = None
+            if landing is not None:
+                self._landing_free[landing].set()
+            with self._idle:
+                self._pending -= 1
+                self._idle.notify_all()
+
+    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
+        if id(parameter) in self._sums:
+            self._sums[id(parameter)].add_(gradient)
+        else:
+            self._sums[id(parameter)] = gradient.clone()
