@@ -225,7 +225,7 @@ class _Plan:
             ledger = attention.Ledger()
             ledger.results = [(self.keeper.get(result), self.keeper.get(sums)) for result, sums in self.kept_attention]
             ledger.is_replaying = True
-        self.kept = self.kept_attention = []
+        self.kept, self.kept_attention = [], []
         with torch.enable_grad(), attention.ledger_in_use(ledger) if ledger else nullcontext(), self._as_before():
             return inputs, self._call(inputs)
 

@@ -108,7 +108,8 @@ def _attention_backward_op(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _backward(gradient.transpose(1, 2), query, key, value, result.transpose(1, 2), sums, scale)
-    return tuple(item.contiguous() for item in gradients)  # type: ignore[return-value]
+    for_query, for_key, for_value = (item.contiguous() for item in gradients)
+    return for_query, for_key, for_value
 
 
 @_attention_backward_op.register_fake
@@ -169,6 +170,7 @@ def _backward(
     # Without dropout the state of the random numbers is not looked at.
     seed = offset = torch.zeros((), dtype=torch.int64, device=query.device)
     lengths = (query.shape[-2], key.shape[-2])
+    tensors = (gradient, query, key, value, result)
     if kernel is SDPBackend.CUDNN_ATTENTION:
         return aten._scaled_dot_product_cudnn_attention_backward(
             gradient,
@@ -189,7 +191,7 @@ def _backward(
         )
     if kernel is SDPBackend.FLASH_ATTENTION:
         return aten._scaled_dot_product_flash_attention_backward(
-            gradient, query, key, value, result, sums, None, None, *lengths, 0.0, False, seed, offset, scale=scale
+            *tensors, sums, None, None, *lengths, 0.0, False, seed, offset, scale=scale
         )
     padding = -sums.shape[-1] % 32
     padded = functional.pad(sums, (0, padding), value=float("inf")) if padding else sums

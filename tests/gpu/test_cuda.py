@@ -1,0 +1,155 @@
+"""What only a real device shows: streams, page-locked memory, kernels, limits."""
+
+import gc
+
+import pytest
+import torch
+
+from wandistiller.api import doctor, sample
+from wandistiller.memory import attention
+from wandistiller.memory.activations import POLICIES, apply_policy
+from wandistiller.memory.host import HostBudget, page_locked_bytes
+from wandistiller.memory.streaming import stream_blocks
+from wandistiller.models.sizes import SIZES
+from wandistiller.models.stored import TRANSFORMER, build_empty
+
+CUDA = torch.device("cuda", 0)
+# Large enough that copies and kernels overlap: blocks of 34 MB.
+CONFIG = {**SIZES["wan2.1-1.3b"].transformer, "num_attention_heads": 8, "ffn_dim": 4096, "num_layers": 6}
+
+
+@pytest.fixture
+def state():
+    torch.manual_seed(0)
+    model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16)
+    return {name: (torch.randn(p.shape) * 0.03).to(p.dtype) for name, p in model.state_dict().items()}
+
+
+def make(state, device="cuda"):
+    from wandistiller.models.load import set_tensor
+
+    model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16)
+    for name, value in state.items():
+        set_tensor(model, name, value.to(device))
+    model.rope.to(device)
+    return model
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(1)
+    options = {"device": CUDA, "dtype": torch.bfloat16}
+    return torch.randn(1, 16, 3, 40, 40, **options), torch.tensor([500.0], device=CUDA), torch.randn(1, 64, 4096, **options)
+
+
+@pytest.mark.parametrize(("num_slots", "compiled"), [(1, False), (2, False), (3, False), (2, True)])
+def test_streamed_is_resident(state, inputs, num_slots, compiled):
+    with torch.no_grad():
+        resident = make(state)
+        model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16)
+        if compiled:
+            for each in (resident, model):
+                for block in each.blocks:
+                    block.forward = torch.compile(block.forward)
+        expected = resident(*inputs)[0]
+        stream_blocks(model, list(model.blocks), CUDA, read=state.__getitem__, num_slots=num_slots)
+        for _ in range(5):
+            assert torch.equal(model(*inputs)[0], expected)
+    torch._dynamo.reset()
+
+
+def test_8_bit(state, inputs):
+    with torch.no_grad():
+        expected = make(state)(*inputs)[0].float()
+        model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16)
+        stream = stream_blocks(model, list(model.blocks), CUDA, read=state.__getitem__, quantise=True)
+        found = [model(*inputs)[0].float() for _ in range(3)]
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert (found[0] - expected).norm() / expected.norm() < 0.05
+    assert stream.store.relative_error < 0.01
+
+
+def test_page_locked_memory_is_the_weights_and_no_more(state):
+    gc.collect()
+    before = page_locked_bytes()
+    model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16)
+    stream = stream_blocks(model, list(model.blocks), CUDA, read=state.__getitem__)
+    weights = sum(value.nbytes for name, value in state.items() if name.startswith("blocks."))
+    assert weights <= page_locked_bytes() - before <= 1.03 * weights
+    assert all(flat.is_pinned() for flat in stream.store.flats)
+    stream.detach()
+    del stream, model
+    gc.collect()
+    assert page_locked_bytes() == before
+
+
+def test_a_cap_on_page_locked_memory(state, inputs, caplog):
+    model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16)
+    stream = stream_blocks(model, list(model.blocks), CUDA, read=state.__getitem__, budget=HostBudget(80_000_000))
+    pinned = [flat.is_pinned() for flat in stream.store.flats]
+    assert any(pinned)
+    assert not all(pinned)
+    assert "pageable" in caplog.text
+    with torch.no_grad():
+        assert torch.equal(model(*inputs)[0], make(state)(*inputs)[0])
+
+
+def test_the_card_holds_the_ring_and_what_computes(state, inputs):
+    """A hard cap on the process far below the model's size."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16)
+    stream = stream_blocks(model, list(model.blocks), CUDA, read=state.__getitem__)
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        for _ in range(3):
+            model(*inputs)
+    peak = torch.cuda.max_memory_allocated()
+    assert stream.device_bytes <= held
+    weights = sum(value.nbytes for value in state.values())
+    assert stream.device_bytes < 0.55 * weights
+    assert peak - held < 300e6
+
+
+EAGER = [(policy, to_host, False, streamed) for policy in POLICIES for to_host in (False, True) for streamed in (False, True)]
+COMPILED = [("full", False, True, False), ("selective", True, True, True), ("none", False, True, True)]
+
+
+@pytest.mark.parametrize(("policy", "to_host", "compiled", "streamed"), EAGER + COMPILED)
+def test_gradients(state, inputs, policy, to_host, compiled, streamed, monkeypatch):
+    monkeypatch.setattr(attention, "MIN_KEYS", 512)
+    reference = make(state)
+    reference(*inputs, return_dict=False)[0].float().square().mean().backward()
+    model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16) if streamed else make(state)
+    if compiled:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+    apply_policy(list(model.blocks), policy, CUDA, to_host=to_host)
+    stream = stream_blocks(model, list(model.blocks), CUDA, read=state.__getitem__, train=True) if streamed else None
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        if stream:
+            stream.gradients.clear()
+        model(*inputs, return_dict=False)[0].float().square().mean().backward()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        in_block = stream is not None and name.startswith("blocks.")
+        found = stream.gradients.of(parameter).to(CUDA) if in_block else parameter.grad
+        error = (found.float() - expected.grad.float()).norm() / expected.grad.float().norm().clamp_min(1e-12)
+        assert error < 0.03, (name, error.item())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampling_offloaded_draws_the_same(tmp_path, dtype):
+    options = {"model": "tiny", "prompt": "x", "steps": 3, "device": "cuda", "dtype": dtype, "width": 64, "height": 64}
+    resident = sample(output=tmp_path / "a.png", **options)[0].latents
+    offloaded = sample(output=tmp_path / "b.png", offload_to_cpu=True, **options)[0].latents
+    assert torch.equal(resident, offloaded)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_doctor():
+    diagnosis = doctor(device="cuda", disk_megabytes=0, json=True)
+    assert diagnosis.exit_code == 0
+    assert diagnosis.devices[0].pinned_gb_per_second > diagnosis.devices[0].pageable_gb_per_second > 0
