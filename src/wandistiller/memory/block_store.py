@@ -1,14 +1,13 @@
 """Where streamed blocks live when they are not on the device, and how one gets from there into a slot.
 
-A store hands out a *delivery*: something that runs on the copy lane and leaves the block's bytes in a slot. ``HostStore``
-keeps the bytes as they are; ``QuantisedStore`` keeps large matrices in 8 bits and multiplies them out on the device, which
-halves what crosses the bus. ``DiskStore`` (in ``disk_store``) reads them from the user's files.
+``HostStore`` keeps a block's bytes as they are. ``QuantisedStore`` keeps large matrices in 8 bits, which halves what crosses
+the bus; such a block lands in a staging buffer and is multiplied out by the computation itself, just before it is used.
+``DiskStore`` (in ``disk_store``) reads blocks from the user's files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -21,30 +20,31 @@ from wandistiller.memory.layout import BlockLayout, Member, align
 Read = Callable[[int, Member], Tensor]
 """Gives the values of a member of a block, in host memory and in the member's dtype."""
 
-Delivery = Callable[[Tensor, Tensor], None]
-"""Fills a slot (first argument) by way of its staging bytes (second argument), on the lane's stream."""
-
 
 class BlockStore(Protocol):
     """What a ring of slots needs from the place where blocks live."""
 
     staging_bytes: int
-    """Device bytes beside each slot that a delivery needs."""
+    """Device bytes that a block takes as it arrives, where that differs from what it is used as; else 0."""
 
-    def fetch(self, index: int) -> Delivery:
-        """Return what brings a block into a slot; may wait for a disk."""
+    def fetch(self, index: int) -> Tensor:
+        """Return a block's bytes in host memory, ready to be copied; may wait for a disk."""
         ...
 
-    def delivered(self, index: int, ticket: Ticket) -> None:
-        """Take note that the delivery is on its way and done with host memory when the ticket says so."""
+    def fetched(self, index: int, ticket: Ticket) -> None:
+        """Take note that the bytes are being copied, and free again when the ticket says so."""
         ...
 
     def expect(self, indices: Sequence[int]) -> None:
         """Prepare for blocks that will be fetched soon, the soonest first."""
         ...
 
+    def unpack(self, index: int, staging: Tensor, flat: Tensor) -> None:
+        """Turn what arrived into what is used, as part of the computation; only with ``staging_bytes``."""
+        ...
+
     def views(self, index: int) -> dict[str, Tensor]:
-        """Return the block's members in host memory, to read and to write; raise where there are none."""
+        """Return the block's members in host memory; to write as well, where the store keeps them as they are."""
         ...
 
     def close(self) -> None:
@@ -74,19 +74,17 @@ class HostStore:
     def host_bytes(self) -> int:
         return sum(flat.numel() for flat in self.flats)
 
-    def fetch(self, index: int) -> Delivery:
-        flat = self.flats[index]
+    def fetch(self, index: int) -> Tensor:
+        return self.flats[index]
 
-        def deliver(slot: Tensor, staging: Tensor) -> None:
-            slot[: flat.numel()].copy_(flat, non_blocking=True)
-
-        return deliver
-
-    def delivered(self, index: int, ticket: Ticket) -> None:
+    def fetched(self, index: int, ticket: Ticket) -> None:
         pass
 
     def expect(self, indices: Sequence[int]) -> None:
         pass
+
+    def unpack(self, index: int, staging: Tensor, flat: Tensor) -> None:
+        raise AssertionError("host memory holds blocks as they are used")
 
     def views(self, index: int) -> dict[str, Tensor]:
         return {member.name: member.view(self.flats[index]) for member in self.layouts[index].members}
@@ -95,47 +93,29 @@ class HostStore:
         pass
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """A member in the 8-bit store: where its values lie, and where its row factors, if it is quantised."""
-
-    member: Member
-    offset: int
-    scale_offset: int | None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.member.shape.numel() if self.scale_offset is not None else self.member.num_bytes
-
-    def values(self, flat: Tensor) -> Tensor:
-        dtype = torch.int8 if self.scale_offset is not None else self.member.dtype
-        return flat[self.offset : self.offset + self.num_bytes].view(dtype).view(self.member.shape)
-
-    def scales(self, flat: Tensor) -> Tensor:
-        assert self.scale_offset is not None
-        rows = self.member.shape[0]
-        return flat[self.scale_offset : self.scale_offset + 4 * rows].view(torch.float32).view(rows, 1)
-
-
 class QuantisedStore:
-    """Blocks of a frozen role with their matrices in int8 and one factor a row; everything else as it is."""
+    """Blocks of a frozen role with their matrices in int8, one factor for every 128 values; everything else as it is.
 
-    MIN_NUMEL = 4096
-    """Smaller matrices are not worth the rounding."""
+    The matrices come first in a block's layout so that one operation unpacks them all.
+    """
+
+    GROUP = 128
+    """Values that share a factor; a matrix of another size stays as it is."""
 
     def __init__(
         self, layouts: Sequence[BlockLayout], read: Read, device: torch.device, budget: HostBudget | None = None
     ) -> None:
         self.layouts = layouts
         self.flats: list[Tensor] = []
-        self._packed = [self._pack(layout) for layout in layouts]
-        self._squared_error = self._squared_norm = 0.0
         self.worst_error = 0.0
+        self._squared_error = self._squared_norm = 0.0
+        self._counts = [sum(member.shape.numel() for member in self._matrices(layout)) for layout in layouts]
         budget = budget or HostBudget()
-        for index, packed in enumerate(self._packed):
-            flat = allocate_host(packed[-1].offset + align(packed[-1].num_bytes), device, budget)
-            for item in packed:
-                self._store(item, read(index, item.member), flat)
+        for index, layout in enumerate(layouts):
+            rest = layout.num_bytes - 2 * self._counts[index]
+            flat = allocate_host(self._scales_end(index) + rest, device, budget)
+            for member in layout.members:
+                self._store(index, member, read(index, member), flat)
             self.flats.append(flat)
         self.staging_bytes = max(flat.numel() for flat in self.flats)
 
@@ -148,62 +128,67 @@ class QuantisedStore:
         """The norm of what rounding changed, against the norm of the rounded weights."""
         return float((self._squared_error / self._squared_norm) ** 0.5) if self._squared_norm else 0.0
 
-    def fetch(self, index: int) -> Delivery:
-        flat, packed = self.flats[index], self._packed[index]
+    @classmethod
+    def is_packed(cls, member: Member) -> bool:
+        """Say whether a member is stored in 8 bits."""
+        return len(member.shape) == 2 and member.dtype.itemsize == 2 and member.shape.numel() % cls.GROUP == 0
 
-        def deliver(slot: Tensor, staging: Tensor) -> None:
-            staging = staging[: flat.numel()]
-            staging.copy_(flat, non_blocking=True)
-            for item in packed:
-                target = item.member.view(slot)
-                if item.scale_offset is None:
-                    target.copy_(item.values(staging))
-                else:
-                    torch.mul(item.values(staging), item.scales(staging), out=target)
+    def fetch(self, index: int) -> Tensor:
+        return self.flats[index]
 
-        return deliver
-
-    def delivered(self, index: int, ticket: Ticket) -> None:
+    def fetched(self, index: int, ticket: Ticket) -> None:
         pass
 
     def expect(self, indices: Sequence[int]) -> None:
         pass
 
+    def unpack(self, index: int, staging: Tensor, flat: Tensor) -> None:
+        count = self._counts[index]
+        if count:
+            dtype = next(self._matrices(self.layouts[index])).dtype
+            target = flat[: 2 * count].view(dtype).view(-1, self.GROUP)
+            torch.mul(self._values(index, staging), self._scales(index, staging), out=target)
+        rest = self.layouts[index].num_bytes - 2 * count
+        start = self._scales_end(index)
+        flat[2 * count : 2 * count + rest].copy_(staging[start : start + rest])
+
     def views(self, index: int) -> dict[str, Tensor]:
-        """Return the block multiplied out; a copy, because what is stored is rounded."""
-        flat = self.flats[index]
-        return {
-            item.member.name: item.values(flat)
-            if item.scale_offset is None
-            else (item.values(flat) * item.scales(flat)).to(item.member.dtype)
-            for item in self._packed[index]
-        }
+        """Return the block multiplied out: a copy, because what is stored is rounded."""
+        flat = torch.empty(self.layouts[index].num_bytes, dtype=torch.uint8)
+        self.unpack(index, self.flats[index], flat)
+        return {member.name: member.view(flat) for member in self.layouts[index].members}
 
     def close(self) -> None:
         pass
 
-    def _pack(self, layout: BlockLayout) -> list[_Packed]:
-        packed, offset = [], 0
-        for member in layout.members:
-            is_matrix = len(member.shape) == 2 and member.dtype.is_floating_point and member.shape.numel() >= self.MIN_NUMEL
-            scale_offset = offset if is_matrix else None
-            if is_matrix:
-                offset += align(4 * member.shape[0])
-            packed.append(_Packed(member, offset, scale_offset))
-            offset += align(packed[-1].num_bytes)
-        return packed
+    def _matrices(self, layout: BlockLayout) -> Iterator[Member]:
+        return (member for member in layout.members if self.is_packed(member))
 
-    def _store(self, item: _Packed, values: Tensor, flat: Tensor) -> None:
-        if item.scale_offset is None:
-            item.values(flat).copy_(values)
+    def _values(self, index: int, packed: Tensor) -> Tensor:
+        return packed[: self._counts[index]].view(torch.int8).view(-1, self.GROUP)
+
+    def _scales(self, index: int, packed: Tensor) -> Tensor:
+        start, groups = align(self._counts[index]), self._counts[index] // self.GROUP
+        return packed[start : start + 2 * groups].view(torch.bfloat16).view(-1, 1)
+
+    def _scales_end(self, index: int) -> int:
+        return align(self._counts[index]) + align(2 * (self._counts[index] // self.GROUP))
+
+    def _store(self, index: int, member: Member, values: Tensor, flat: Tensor) -> None:
+        if not self.is_packed(member):
+            start = self._scales_end(index) + member.offset - 2 * self._counts[index]
+            flat[start : start + member.num_bytes].view(member.dtype).view(member.shape).copy_(values)
             return
-        exact = values.to(torch.float32)
-        # 127 is the largest int8; an all-zero row has any factor.
-        scale = (exact.abs().amax(dim=1, keepdim=True) / 127).clamp_min(1e-30)
-        rounded = (exact / scale).round_().clamp_(-127, 127)
-        item.scales(flat).copy_(scale)
-        item.values(flat).copy_(rounded)
-        error = rounded.mul_(scale).sub_(exact)
+        exact = values.to(torch.float32).view(-1, self.GROUP)
+        # 127 is the largest int8. The factor is rounded first, so that values are rounded to what will be multiplied out.
+        scale = (exact.abs().amax(dim=1, keepdim=True) / 127).to(torch.bfloat16)
+        divisor = scale.float().clamp_min(1e-30)
+        rounded = (exact / divisor).round_().clamp_(-127, 127)
+        first = member.offset // 2 // self.GROUP
+        rows = slice(first, first + exact.shape[0])
+        self._scales(index, flat)[rows] = scale
+        self._values(index, flat)[rows] = rounded.to(torch.int8)
+        error = rounded.mul_(scale.float()).sub_(exact)
         squared_error, squared_norm = error.square().sum().item(), exact.square().sum().item()
         self._squared_error += squared_error
         self._squared_norm += squared_norm

@@ -34,8 +34,8 @@ ReadTensor = Callable[[str], Tensor]
 
 @dataclass(eq=False)
 class _Slot:
-    flat: Tensor
-    staging: Tensor
+    landing: Tensor
+    """Where a block's bytes arrive: what it computes on, or what is unpacked into that."""
     holds: int | None = None
     """Which streamed block's bytes are here or on their way."""
     ready: Ticket = None
@@ -53,6 +53,9 @@ class BlockStream:
         self.layouts: list[BlockLayout] = []
         self.store: BlockStore
         self.slots: list[_Slot] = []
+        self.unpacked: Tensor | None = None
+        """Where blocks compute, one after the other, if they arrive packed."""
+        self._unpacked_holds: int | None = None
         self.gradients: HostGradients | None = None
         self._hooks: list[Any] = []
         self._outside: list[tuple[Tensor, torch.device]] = []
@@ -60,11 +63,12 @@ class BlockStream:
     @property
     def device_bytes(self) -> int:
         """What the model takes on the device: the ring, what stays there, and staging."""
-        ring = sum(slot.flat.numel() + slot.staging.numel() for slot in self.slots)
+        ring = sum(slot.landing.numel() for slot in self.slots) + (0 if self.unpacked is None else self.unpacked.numel())
         return ring + sum(tensor.nbytes for tensor, _ in self._outside)
 
     def invalidate(self) -> None:
         """Forget what the slots hold, because the stored weights have changed (an optimiser's step, a load)."""
+        self._unpacked_holds = None
         for slot in self.slots:
             slot.holds = None
 
@@ -83,6 +87,7 @@ class BlockStream:
             self.gradients.close()
         self.store.close()
         self.slots.clear()
+        self.unpacked = None
         self._outside.clear()
 
     def use(self, position: int, step: int) -> None:
@@ -100,6 +105,10 @@ class BlockStream:
         slot = self._bring(position)
         self.store.expect([*upcoming, *self._further(position, step)])
         self.lane.wait(slot.ready)
+        if self.unpacked is not None and self._unpacked_holds != position:
+            with torch.no_grad():
+                self.store.unpack(position, slot.landing, self.unpacked)
+            self._unpacked_holds = position
         for following in upcoming:
             if following != position and following % self.num_slots != position % self.num_slots:
                 self._bring(following)
@@ -112,10 +121,11 @@ class BlockStream:
     def _bring(self, position: int) -> _Slot:
         slot = self.slots[position % self.num_slots]
         if slot.holds != position:
-            deliver = self.store.fetch(position)
-            slot.ready = self.lane.start(lambda: deliver(slot.flat, slot.staging), self.lane.mark())
+            source = self.store.fetch(position)
+            target = slot.landing[: source.numel()]
+            slot.ready = self.lane.start(lambda: target.copy_(source, non_blocking=True), self.lane.mark())
             slot.holds = position
-            self.store.delivered(position, slot.ready)
+            self.store.fetched(position, slot.ready)
         return slot
 
     def _hook(self, position: int, block: nn.Module) -> None:
@@ -201,7 +211,11 @@ def stream_blocks(
             if id(tensor) not in taken and not (has_adapters and tensor.requires_grad)
         ]
         taken |= {id(tensor) for _, tensor in tensors}
-        stream.layouts.append(lay_out(tensors))
+        layout = lay_out(tensors)
+        if quantise:  # what is packed comes first
+            is_packed = {member.name: QuantisedStore.is_packed(member) for member in layout.members}
+            layout = lay_out(sorted(tensors, key=lambda item: not is_packed[item[0]]))
+        stream.layouts.append(layout)
 
     def read_member(index: int, member: Member) -> Tensor:
         value = member.tensor.data if read is None else read(names[id(member.tensor)])
@@ -265,14 +279,17 @@ def _released(tensor: Tensor, value: Tensor) -> Tensor:
 
 def _make_ring(stream: BlockStream) -> None:
     largest = max((layout.num_bytes for layout in stream.layouts), default=0)
-    for _ in range(stream.num_slots if largest else 0):
-        flat = torch.empty(largest, dtype=torch.uint8, device=stream.device)
-        staging = torch.empty(stream.store.staging_bytes, dtype=torch.uint8, device=stream.device)
-        stream.slots.append(_Slot(flat, staging))
+    if not largest:
+        return
+    for _ in range(stream.num_slots):
+        landing = torch.empty(stream.store.staging_bytes or largest, dtype=torch.uint8, device=stream.device)
+        stream.slots.append(_Slot(landing))
+    if stream.store.staging_bytes:
+        stream.unpacked = torch.empty(largest, dtype=torch.uint8, device=stream.device)
     for position, layout in enumerate(stream.layouts):
-        slot = stream.slots[position % stream.num_slots]
+        landing = stream.slots[position % stream.num_slots].landing
         for member in layout.members:
-            _bind(member.tensor, member.view(slot.flat))
+            _bind(member.tensor, member.view(landing if stream.unpacked is None else stream.unpacked))
 
 
 def _keep_the_rest_on_device(stream: BlockStream, taken: set[int], names: dict[int, str], read: ReadTensor | None) -> None:
@@ -289,10 +306,14 @@ def _bind(tensor: Tensor, value: Tensor) -> None:
     """Let a tensor that modules hold have other values; one on the meta device changes its kind, not its identity."""
     if not tensor.is_meta:
         tensor.data = value
-    elif isinstance(tensor, nn.Parameter):
-        torch.utils.swap_tensors(tensor, nn.Parameter(value, requires_grad=tensor.requires_grad))
     else:
-        torch.utils.swap_tensors(tensor, value)
+        # Made empty and given its values afterwards, so that it does not share the slot's count of changes: autograd would
+        # take each block that arrives for a change of all the others.
+        other = torch.empty(0, dtype=value.dtype, device=value.device)
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+        other.data = value
+        torch.utils.swap_tensors(tensor, other)
 
 
 def _tensors_of(output: Any) -> list[Tensor]:

@@ -26,9 +26,8 @@ class LateLane:
 
     def start(self, work, after):
         self.count += 1
-        for cell in work.__closure__ or ():
-            if hasattr(cell.cell_contents, "flat") and isinstance(cell.cell_contents.flat, torch.Tensor):
-                cell.cell_contents.flat.fill_(255)
+        names = work.__code__.co_freevars
+        dict(zip(names, (cell.cell_contents for cell in work.__closure__), strict=True))["target"].view(torch.uint8).fill_(255)
         self.pending[self.count] = work
         return self.count
 
@@ -312,6 +311,9 @@ def test_a_model_on_the_meta_device_never_passes_through_the_device(model, input
     stream = stream_blocks(empty, list(empty.blocks), "cpu", read=read, lane=LateLane())
     assert sorted(asked) == sorted(state)
     assert torch.equal(run(empty, inputs), expected)
+    empty(*inputs, return_dict=False)[0].square().sum().backward()
+    for (name, parameter), value in zip(empty.named_parameters(), gradients(model, inputs).values(), strict=True):
+        assert torch.equal(parameter.grad, value), name
     assert all(torch.equal(value, state[name]) for name, value in empty.state_dict().items())
     stream.detach()
     assert torch.equal(run(empty, inputs), expected)
@@ -329,23 +331,41 @@ def test_loading_a_state_while_streaming(model, inputs):
     assert torch.equal(run(model, inputs), expected)
 
 
-def test_8_bit_storage_halves_the_bytes_and_says_its_error(model, inputs):
-    expected = run(model, inputs)
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_8_bit_storage_halves_the_bytes_and_says_its_error(model, inputs, num_slots):
+    model.to(torch.bfloat16)
+    inputs = tuple(tensor.to(torch.bfloat16) for tensor in inputs)
+    expected = run(model, inputs).float()
+    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    exact = torch.cat([p.detach().float().flatten() for p in matrices])
     plain_bytes = sum(tensor.nbytes for block in model.blocks for tensor in block.parameters())
-    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2 and p.numel() >= 4096]
-    exact = [p.detach().clone() for p in matrices]
-    stream = stream_blocks(model, list(model.blocks), "cpu", quantise=True, lane=LateLane())
-    assert stream.store.host_bytes < 0.35 * plain_bytes  # float32 here, so a quarter and the small tensors
-    found = run(model, inputs)
-    assert (found - expected).norm() / expected.norm() < 0.02
-    # Rounding to steps of max/127 a row is an error of step/sqrt(12): 0.4 % for uniform weights.
+    stream = stream_blocks(model, list(model.blocks), "cpu", quantise=True, num_slots=num_slots, lane=LateLane())
+    assert stream.store.host_bytes < 0.6 * plain_bytes
+    for _ in range(2):
+        found = run(model, inputs).float()
+        assert (found - expected).norm() / expected.norm() < 0.03
     stream.detach()
-    rounded = torch.cat([p.detach().flatten() for p in matrices])
-    truth = torch.cat([p.flatten() for p in exact])
-    error = ((rounded - truth).norm() / truth.norm()).item()
-    assert stream.store.relative_error == pytest.approx(error, rel=1e-3)
-    assert 0.002 < error < 0.01
+    assert torch.equal(run(model, inputs).float(), found)
+    rounded = torch.cat([p.detach().float().flatten() for p in matrices])
+    # Measured again on what is multiplied out, which bfloat16 rounds once more.
+    error = ((rounded - exact).norm() / exact.norm()).item()
+    assert stream.store.relative_error == pytest.approx(error, rel=0.15)
+    # Rounding to steps of max/127 is an error of step/sqrt(12), 0.4 % of uniform weights' norm.
+    assert 0.002 < stream.store.relative_error < 0.008
     assert stream.store.worst_error >= stream.store.relative_error
+
+
+def test_gradients_flow_through_8_bit_storage(model, inputs):
+    """To what stands in front of a frozen role, from the very weights that forward used."""
+    model.to(torch.bfloat16).requires_grad_(False)
+    latents = inputs[0].to(torch.bfloat16).requires_grad_()
+    rest = tuple(tensor.to(torch.bfloat16) for tensor in inputs[1:])
+    stream = stream_blocks(model, list(model.blocks), "cpu", quantise=True, lane=LateLane())
+    model(latents, *rest, return_dict=False)[0].square().sum().backward()
+    found, latents.grad = latents.grad, None
+    stream.detach()
+    model(latents, *rest, return_dict=False)[0].square().sum().backward()
+    assert torch.equal(found, latents.grad)
 
 
 def test_compiled_blocks_stream_too(model, inputs):
