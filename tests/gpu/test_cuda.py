@@ -133,6 +133,8 @@ def test_gradients(state, inputs, policy, to_host, compiled, streamed, monkeypat
             stream.gradients.clear()
         model(*inputs, return_dict=False)[0].float().square().mean().backward()
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if name.endswith("to_k.bias"):
+            continue  # the softmax does not feel a shift of all keys, so this gradient is rounding and nothing else
         in_block = stream is not None and name.startswith("blocks.")
         found = stream.gradients.of(parameter).to(CUDA) if in_block else parameter.grad
         error = (found.float() - expected.grad.float()).norm() / expected.grad.float().norm().clamp_min(1e-12)

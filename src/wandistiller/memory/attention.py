@@ -139,12 +139,16 @@ _attention_op.register_autograd(_differentiate, setup_context=_setup)
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> SDPBackend:
-    """Return the kernel that PyTorch takes for these."""
+    """Return the fastest kernel that takes these and keeps its sums."""
     if query.device.type == "cpu":
         return SDPBackend.FLASH_ATTENTION
-    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale)
-    # The plain one keeps no sums; the memory-efficient one takes whatever it takes.
-    return SDPBackend.EFFICIENT_ATTENTION if SDPBackend(choice) is SDPBackend.MATH else SDPBackend(choice)
+    params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, False)
+    # From Hopper on, cuDNN's kernel uses the tensor cores better than the others.
+    if torch.cuda.get_device_capability(query.device) >= (9, 0) and torch.backends.cuda.can_use_cudnn_attention(params):
+        return SDPBackend.CUDNN_ATTENTION
+    if torch.backends.cuda.can_use_flash_attention(params):
+        return SDPBackend.FLASH_ATTENTION
+    return SDPBackend.EFFICIENT_ATTENTION
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> _Pair:
