@@ -120,6 +120,9 @@ COMPILED = [("full", False, True, False), ("selective", True, True, True), ("non
 def test_gradients(state, inputs, policy, to_host, compiled, streamed, monkeypatch):
     monkeypatch.setattr(attention, "MIN_KEYS", 512)
     reference = make(state)
+    if compiled:  # compiled kernels round otherwise, by some percent of a gradient in bfloat16
+        for block in reference.blocks:
+            block.forward = torch.compile(block.forward)
     reference(*inputs, return_dict=False)[0].float().square().mean().backward()
     model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16) if streamed else make(state)
     if compiled:

@@ -5,8 +5,8 @@ the n-th streamed block always computes on slot ``n % num_slots``, and only the 
 addresses, which is what lets autograd save views of them, lets compiled code run without new guards, and lets the device hold
 exactly ``num_slots`` blocks however deep the model is.
 
-Order is kept by tickets (see ``lanes``); the host never waits. A copy into a slot may start when all computation issued until
-then is done, and that is enough: when a block begins, everything that used the block before it has been issued, forward and
+Order is kept by tickets (see ``lanes``); the host never waits. A copy into a slot may start when all computation issued before
+the current block is done, and that is enough: by then everything that used the block before it has been issued, forward and
 (autograd runs in the reverse order of the forward) backward.
 """
 
@@ -39,6 +39,8 @@ class _Slot:
     holds: int | None = None
     """Which streamed block's bytes are here or on their way."""
     ready: Ticket = None
+    emptied: Ticket = None
+    """When what arrived here last has been unpacked; for blocks that arrive packed."""
 
 
 class BlockStream:
@@ -102,28 +104,32 @@ class BlockStream:
                 upcoming.append(following)
             elif step > 0 and not torch.is_grad_enabled():
                 upcoming.append(following % count)
-        slot = self._bring(position)
+        # Taken before anything of this block is issued: what the next blocks overwrite has been used by then.
+        used = self.lane.mark()
+        slot = self._bring(position, used)
         self.store.expect([*upcoming, *self._further(position, step)])
         self.lane.wait(slot.ready)
         if self.unpacked is not None and self._unpacked_holds != position:
             with torch.no_grad():
                 self.store.unpack(position, slot.landing, self.unpacked)
             self._unpacked_holds = position
+            slot.emptied = self.lane.mark()
         for following in upcoming:
             if following != position and following % self.num_slots != position % self.num_slots:
-                self._bring(following)
+                self._bring(following, used)
 
     def _further(self, position: int, step: int) -> list[int]:
         """Return the blocks beyond the ring, for a store that reads ahead."""
         reach = range(self.num_slots, self.num_slots + 2)
         return [(position + step * ahead) % len(self.blocks) for ahead in reach]
 
-    def _bring(self, position: int) -> _Slot:
+    def _bring(self, position: int, used: Ticket) -> _Slot:
         slot = self.slots[position % self.num_slots]
         if slot.holds != position:
             source = self.store.fetch(position)
             target = slot.landing[: source.numel()]
-            slot.ready = self.lane.start(lambda: target.copy_(source, non_blocking=True), self.lane.mark())
+            after = used if self.unpacked is None else slot.emptied
+            slot.ready = self.lane.start(lambda: target.copy_(source, non_blocking=True), after)
             slot.holds = position
             self.store.fetched(position, slot.ready)
         return slot

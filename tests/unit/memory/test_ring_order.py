@@ -114,3 +114,33 @@ def test_without_waiting_for_the_computation_a_copy_spoils_a_block():
     device.mark = lambda: None
     seen, expected = passes("copies first", 5, 2, 0, device)
     assert seen != expected
+
+
+class PackedBlock(Block):
+    """A block whose weights are a matrix in bfloat16, which the 8-bit store packs."""
+
+    def __init__(self, index, device, seen):
+        super().__init__(index, device, seen)
+        self.weight = nn.Parameter(torch.full((2, 64), float(index), dtype=torch.bfloat16), requires_grad=False)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_packed_blocks_too(num_slots, monkeypatch):
+    """Unpacking is computation; it is put into the simulated queue as well."""
+    for order in ORDERS:
+        device, seen = SimulatedDevice(), []
+        model = nn.Sequential(*[PackedBlock(index, device, seen) for index in range(5)])
+        stream = stream_blocks(model, list(model), "cpu", num_slots=num_slots, quantise=True, lane=device)
+        unpack = stream.store.unpack
+        monkeypatch.setattr(
+            stream.store,
+            "unpack",
+            lambda *args, unpack=unpack, device=device: device.put("compute", lambda: unpack(*args)),
+        )
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.zeros(1))
+        device.run(ORDERS[order])
+        assert [index for index, _ in seen] == 3 * list(range(5)), order
+        for index, values in seen:
+            assert values == pytest.approx([float(index)], rel=0.01), order
