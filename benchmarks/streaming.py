@@ -150,7 +150,7 @@ def main() -> None:
             print(f"{size} {shape}: {block_bytes / 1e9:.2f} GB of blocks over the bus take {block_bytes / bandwidth:.4f} s")
         for name in arguments.ways:
             rows += measure_way(name, size, weights, block_bytes)
-        save("streaming", rows, arguments.output, host_to_device_gb_per_second=bandwidth / 1e9)
+            save("streaming", rows, arguments.output, host_to_device_gb_per_second=bandwidth / 1e9)
 
 
 if __name__ == "__main__":

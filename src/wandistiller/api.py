@@ -7,11 +7,12 @@ This is the one place that joins the layers for a caller, so that ``WanModel.ena
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_type_hints
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from wandistiller.config.command import CommandConfig
 from wandistiller.config.doctor import DoctorConfig
@@ -23,6 +24,7 @@ from wandistiller.memory.streaming import BlockStream, stream_blocks
 from wandistiller.memory.vae_checkpointing import checkpoint_vae, uncheckpoint_vae
 from wandistiller.models.devices import find_device
 from wandistiller.models.load import load_model
+from wandistiller.models.pipeline import find_part
 from wandistiller.models.sizes import find_size
 from wandistiller.models.stored import TRANSFORMER, VAE, inspect_checkpoint
 
@@ -43,11 +45,19 @@ def _saved_as(base: type[nn.Module]) -> Any:
     """
 
     def rename(subclass: ModelT) -> ModelT:
+        name = subclass.__name__
         subclass.__name__ = base.__name__
         subclass.__module__ = base.__module__
+        # Pickling looks a class up under the name that it says it has, so instances say how to find theirs.
+        setattr(subclass, "__reduce_ex__", lambda self, protocol: (_new_instance, (name,), self.__dict__))  # noqa: B010
         return subclass
 
     return rename
+
+
+def _new_instance(name: str) -> nn.Module:
+    model_class = globals()[name]
+    return model_class.__new__(model_class)
 
 
 @_saved_as(WanTransformer3DModel)
@@ -87,6 +97,12 @@ class WanModel(WanTransformer3DModel):
         device: str | torch.device = "auto",
     ) -> None:
         """Build with random weights; ``device`` is where the blocks compute when ``offload_to_cpu`` is set."""
+        if model_type is not None and model_type not in get_args(ModelType):
+            known = ", ".join(get_args(ModelType))
+            raise UsageError(f"There is no model type '{model_type}'.", fix=f"Use one of {known}.")
+        for first, second in (("num_attention_heads", "num_heads"), ("in_channels", "in_dim"), ("out_channels", "out_dim")):
+            if locals()[first] is not None and locals()[second] is not None and locals()[first] != locals()[second]:
+                raise UsageError(f"{first} and {second} are two names of one thing.", fix="Give one of them.")
         heads = num_attention_heads or num_heads or 12
         if dim is not None and dim % heads:
             raise UsageError(f"dim {dim} does not divide into {heads} heads.", fix="Choose num_heads that divides dim.")
@@ -126,16 +142,21 @@ class WanModel(WanTransformer3DModel):
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | Path,
+        source: str | Path,
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
+        trainable: bool = False,
         gradient_checkpointing: bool = False,
         offload_to_cpu: bool = False,
     ) -> Self:
-        """Load from any dialect. With ``offload_to_cpu`` the weights go to host memory and ``device`` only computes."""
-        stored = inspect_checkpoint(Path(path), TRANSFORMER)
-        model = load_model(stored, dtype=dtype, device="cpu" if offload_to_cpu else device, model_class=cls)
+        """Load from a file or folder in any dialect, or from a pipeline's folder or hub id; frozen unless ``trainable``.
+
+        With ``offload_to_cpu`` the weights go to host memory and ``device`` only computes.
+        """
+        stored = inspect_checkpoint(find_part(str(source), "transformer"), TRANSFORMER)
+        place = "cpu" if offload_to_cpu else find_device(str(device))
+        model = load_model(stored, dtype=dtype, device=place, model_class=cls).requires_grad_(trainable)
         assert isinstance(model, cls)
         if gradient_checkpointing:
             model.enable_gradient_checkpointing()
@@ -151,6 +172,10 @@ class WanModel(WanTransformer3DModel):
         if self.config.in_channels != self.config.out_channels:
             return "i2v"
         return "ti2v" if self.config.in_channels == 48 else "t2v"
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
+        """Recompute the inside of each block in backward."""
+        super().enable_gradient_checkpointing(gradient_checkpointing_func or _recompute)
 
     @property
     def is_offloading(self) -> bool:
@@ -229,14 +254,16 @@ class WanVAE(AutoencoderKLWan):
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | Path,
+        source: str | Path,
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
+        trainable: bool = False,
         gradient_checkpointing: bool = False,
     ) -> Self:
-        """Load from any dialect."""
-        model = load_model(inspect_checkpoint(Path(path), VAE), dtype=dtype, device=device, model_class=cls)
+        """Load from a file or folder in any dialect, or from a pipeline's folder or hub id; frozen unless ``trainable``."""
+        stored = inspect_checkpoint(find_part(str(source), "vae"), VAE)
+        model = load_model(stored, dtype=dtype, device=find_device(str(device)), model_class=cls).requires_grad_(trainable)
         assert isinstance(model, cls)
         if gradient_checkpointing:
             model.enable_gradient_checkpointing()
@@ -253,6 +280,10 @@ class WanVAE(AutoencoderKLWan):
         """Keep everything for backward."""
         uncheckpoint_vae(self)
         self.gradient_checkpointing = False
+
+
+def _recompute(module: nn.Module, *args: Any) -> Any:
+    return checkpoint(module.__call__, *args, use_reentrant=False)
 
 
 def sample(config: SampleConfig | None = None, **fields: Any) -> list[Sample]:

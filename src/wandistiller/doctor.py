@@ -27,7 +27,6 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandistiller.config.doctor import DoctorConfig
-from wandistiller.errors import UsageError
 from wandistiller.memory.monitor import available_host_memory, device_memory, total_host_memory
 from wandistiller.models.devices import DTYPES, available_devices, find_device
 from wandistiller.models.load import load_transformer
@@ -77,6 +76,8 @@ class DeviceReport:
     pageable_gb_per_second: float | None = None
     checks: dict[str, list[Check]] = field(default_factory=dict)
     """Checks by precision."""
+    general: list[Check] = field(default_factory=list)
+    """Checks of the device as a whole."""
 
 
 @dataclass
@@ -94,18 +95,21 @@ class Diagnosis:
     disk_write_gb_per_second: float | None
     disk_read_gb_per_second: float | None
     disk_read_is_cold: bool
+    """Whether the file was really out of the system's cache when it was read."""
+    disk_error: str | None
     devices: list[DeviceReport]
 
     @property
     def broken(self) -> list[str]:
         """What failed, each in a line."""
-        return [
-            f"{report.device} {dtype} {check.name}: {check.error}"
+        checks = [
+            (f"{report.device} {dtype}".strip(), check)
             for report in self.devices
-            for dtype, checks in report.checks.items()
-            for check in checks
-            if not check.is_ok
+            for dtype, found in {"": report.general, **report.checks}.items()
+            for check in found
         ]
+        broken = [f"{where} {check.name}: {check.error}" for where, check in checks if not check.is_ok]
+        return broken + ([f"disk {self.disk_folder}: {self.disk_error}"] if self.disk_error else [])
 
     @property
     def exit_code(self) -> int:
@@ -116,7 +120,10 @@ def run_doctor(config: DoctorConfig) -> Diagnosis:
     """Check everything, print it, and return it."""
     config.check()
     devices = available_devices() if config.device == "all" else [find_device(config.device)]
-    write_speed, read_speed, is_cold = _measure_disk(config.disk, config.disk_megabytes * 10**6)
+    speeds: list[tuple[float | None, float | None, bool]] = []
+    num_bytes = config.disk_megabytes * 10**6
+    disk = _try("disk", lambda: speeds.append(_measure_disk(config.disk, num_bytes)), torch.device("cpu"))
+    write_speed, read_speed, is_cold = speeds[0] if speeds else (None, None, False)
     diagnosis = Diagnosis(
         versions=_versions(),
         python=platform.python_version(),
@@ -129,6 +136,7 @@ def run_doctor(config: DoctorConfig) -> Diagnosis:
         disk_write_gb_per_second=write_speed,
         disk_read_gb_per_second=read_speed,
         disk_read_is_cold=is_cold,
+        disk_error=disk.error,
         devices=[_examine(device) for device in devices],
     )
     if config.json:
@@ -139,15 +147,27 @@ def run_doctor(config: DoctorConfig) -> Diagnosis:
 
 
 def _examine(device: torch.device) -> DeviceReport:
-    memory = device_memory(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    report = DeviceReport(str(device), name, memory.total, memory.free)
-    for dtype_name, dtype in DTYPES.items():
-        report.attention[dtype_name] = _attention_kernel(device, dtype)
-        report.checks[dtype_name] = _check_precision(device, dtype)
-    if device.type == "cuda":
+    report = DeviceReport(str(device), str(device), 0, 0)
+
+    def describe() -> None:
+        memory = device_memory(device)
+        report.total_bytes, report.free_bytes = memory.total, memory.free
+        report.name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+    def measure_bus() -> None:
         report.pinned_gb_per_second = _copy_speed(device, pinned=True)
         report.pageable_gb_per_second = _copy_speed(device, pinned=False)
+
+    report.general.append(_try("memory", describe, device))
+    if device.type == "cuda":
+        report.general.append(_try("bus", measure_bus, device))
+    for name, dtype in DTYPES.items():
+        report.attention[name] = "broken"
+
+        def find_kernel(name: str = name, dtype: torch.dtype = dtype) -> None:
+            report.attention[name] = _attention_kernel(device, dtype)
+
+        report.checks[name] = [_try("attention", find_kernel, device), *_check_precision(device, dtype)]
     return report
 
 
@@ -267,12 +287,10 @@ def _measure_disk(folder: Path, num_bytes: int) -> tuple[float | None, float | N
     if num_bytes == 0:
         return None, None, False
     if shutil.disk_usage(folder).free < 2 * num_bytes:
-        raise UsageError(
-            f"{folder.resolve()} has too little room to measure its disk.", fix="Free some, or give --disk-megabytes 0."
-        )
+        raise RuntimeError("too little room to measure it; free some, or give --disk-megabytes 0")
     block = os.urandom(2**22)
     count = -(-num_bytes // len(block))
-    is_cold = hasattr(os, "posix_fadvise")
+    is_cold = False
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".wandistiller-doctor-") as file:
         start = time.perf_counter()
         for _ in range(count):
@@ -280,8 +298,9 @@ def _measure_disk(folder: Path, num_bytes: int) -> tuple[float | None, float | N
         file.flush()
         os.fsync(file.fileno())
         write_seconds = time.perf_counter() - start
-        if is_cold:
+        if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            is_cold = not _is_cached(file.fileno(), len(block))
         buffer = bytearray(len(block))
         start = time.perf_counter()
         with Path(file.name).open("rb", buffering=0) as reader:
@@ -290,6 +309,16 @@ def _measure_disk(folder: Path, num_bytes: int) -> tuple[float | None, float | N
         read_seconds = time.perf_counter() - start
     size = count * len(block) / 1e9
     return size / write_seconds, size / read_seconds, is_cold
+
+
+def _is_cached(descriptor: int, num_bytes: int) -> bool:
+    """Say whether the start of a file is in the system's cache: it can then be read without waiting."""
+    try:
+        return os.preadv(descriptor, [bytearray(num_bytes)], 0, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that cannot say
+        return True
 
 
 def _cpu_name() -> str:
@@ -324,10 +353,12 @@ def _print_tables(diagnosis: Diagnosis) -> None:
         table = Table(title=f"{report.device}: {report.name}, {memory}")
         table.add_column("precision")
         table.add_column("attention")
-        for check in next(iter(report.checks.values())):
+        for check in next(iter(report.checks.values()))[1:]:
             table.add_column(check.name)
         for dtype, checks in report.checks.items():
-            cells = [f"{check.seconds * 1000:.0f} ms" if check.seconds is not None else "[red]BROKEN[/red]" for check in checks]
+            cells = [
+                f"{check.seconds * 1000:.0f} ms" if check.seconds is not None else "[red]BROKEN[/red]" for check in checks[1:]
+            ]
             table.add_row(dtype, report.attention[dtype], *cells)
         console.print(table)
         if report.pinned_gb_per_second is not None:

@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from wandistiller.errors import OutputError
+from wandistiller.errors import OutputError, UsageError
+
+_ADVICE = {
+    errno.ENOSPC: "Free some disk space or choose another place for it.",
+    errno.EDQUOT: "Free some of your quota or choose another place for it.",
+}
 
 
 @contextmanager
 def complete_or_absent(target: Path) -> Iterator[Path]:
     """Give a temporary path beside ``target`` for a file or a folder; it takes the final name only if the block succeeds.
 
-    What stood there before is replaced at that moment and kept if the block fails; what failed is removed.
+    What stood there before is replaced at that moment, a file by a file and a folder by a folder, and kept if the block fails;
+    what failed is removed.
     """
+    target = target.absolute() if target.name else target.resolve()  # "." has no name to be renamed to
     # Hidden by its first character and with the suffix kept, for writers that choose the format by it.
     partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
     former = target.with_name(f".{target.stem}.former-{os.getpid()}{target.suffix}")
+    check_can_write(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
+        if target.exists() and target.is_dir() != partial.is_dir():
+            raise OutputError(f"{target} is in the way.", why="a folder is never replaced by a file, nor a file by a folder.")
         if target.is_dir():  # a folder with content cannot be renamed over
             target.rename(former)
         partial.replace(target)
     except OSError as error:
-        raise OutputError(
-            f"{target} could not be written.", why=str(error), fix="Free some disk space or choose another place for it."
-        ) from error
+        advice = _ADVICE.get(error.errno or 0, "Choose another place for it.")
+        raise OutputError(f"{target} could not be written.", why=str(error), fix=advice) from error
     finally:
         for leftover in (partial, former):
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
                 leftover.unlink(missing_ok=True)
+
+
+def check_can_write(target: Path) -> None:
+    """Raise ``UsageError`` if a file or folder could not be made there; makes nothing."""
+    folder = target.absolute().parent
+    while not folder.exists() and not folder.is_symlink():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"{target} cannot be written.", why=f"{folder} is not a folder.", fix="Choose another place for it.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{target} cannot be written.", why=f"{folder} is not writable.", fix="Choose another place for it.")

@@ -63,5 +63,5 @@ def quiet_libraries() -> None:
 
     for library in (diffusers, transformers):
         library.utils.logging.disable_progress_bar()
-        library.utils.logging.set_verbosity_error()
+        library.utils.logging.set_verbosity_warning()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")

@@ -56,8 +56,8 @@ def test_only_the_parts_that_are_needed_are_read(tmp_path, tiny_folder):
     from safetensors.torch import save_file
 
     shutil.copytree(tiny_folder, tmp_path / "pipeline")
-    for part in ("vae", "text_encoder"):
-        (tmp_path / "pipeline" / part / "config.json").write_text("broken")
+    (tmp_path / "pipeline" / "vae" / "diffusion_pytorch_model.safetensors").write_text("broken")
+    (tmp_path / "pipeline" / "text_encoder" / "config.json").write_text("broken")
     save_file({"embeddings": torch.randn(7, 32)}, tmp_path / "cond.safetensors")
     run(
         *("sample", "--model", "pipeline", "--cond", "cond.safetensors", "--cfg-scale", 1, "--steps", 1),
@@ -75,12 +75,15 @@ def test_only_the_parts_that_are_needed_are_read(tmp_path, tiny_folder):
         (None, ("--image", "none.png"), "draws from text alone"),
         (None, ("--vae-checkpoint", "pipeline/transformer"), "is not a Wan vae"),
         (None, ("--boundary", "0.5"), "models of two experts"),
+        (None, ("--output", "prompts.txt/x.png"), "is not a folder"),
+        (None, ("--cfg-scale-2", "3"), "models of two experts"),
         ("prompts", (), "has no prompts"),
         ("latin1", (), "UTF-8"),
     ],
 )
 def test_wrong_input_ends_with_2_and_writes_nothing(tmp_path, tiny_folder, change, arguments, message):
     shutil.copytree(tiny_folder, tmp_path / "pipeline")
+    (tmp_path / "prompts.txt").touch()
     text = ("--prompt", "x")
     if change == "truncate":
         weights = tmp_path / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -91,7 +94,7 @@ def test_wrong_input_ends_with_2_and_writes_nothing(tmp_path, tiny_folder, chang
     elif change == "latin1":
         (tmp_path / "prompts.txt").write_bytes("käse".encode("latin-1"))
         text = ("--prompt-file", "prompts.txt")
-    result = run("sample", "--model", "pipeline", *text, *arguments, "--output", "x.png", cwd=tmp_path, code=2)
+    result = run("sample", "--model", "pipeline", *text, "--output", "x.png", *arguments, cwd=tmp_path, code=2)
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert "Loading" not in result.stderr
@@ -118,7 +121,7 @@ def test_doctor_for_programs(tmp_path):
     assert set(device["checks"]) == {"float32", "bfloat16", "float16"}
     for checks in device["checks"].values():
         names = [check["name"] for check in checks]
-        assert names == ["to device", "forward", "backward", "checkpointed", "save and load"]
+        assert names == ["attention", "to device", "forward", "backward", "checkpointed", "save and load"]
         assert all(check["error"] is None and check["seconds"] > 0 for check in checks)
     # PyTorch's own attention on the CPU for these shapes.
     assert device["attention"]["float32"] == "flash"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -256,3 +258,39 @@ def test_offloaded_is_the_same(tiny_folder, tmp_path, monkeypatch):
     offloaded = sample(output=tmp_path / "b.safetensors", offload_to_cpu=True, **options)[0].latents
     assert len(streamed) == 1
     assert torch.equal(resident, offloaded)
+
+
+def test_two_experts_with_unipc(two_expert_folder, tmp_path):
+    """The solver's memory of earlier steps spans the change of experts."""
+    pipeline = WanPipeline.from_pretrained(two_expert_folder)
+    pipeline.scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
+    )
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    expected = draw(tmp_path / "pipeline", "two", 5, 8, guidance_scale=4.0)
+    options = {"prompt": "two", "frames": 5, "steps": 8, "cfg_scale": 4.0, **COMMON}
+    ours = sample(model=str(tmp_path / "pipeline"), output=tmp_path / "a.safetensors", **options)
+    torch.testing.assert_close(ours[0].latents, expected, rtol=1e-5, atol=1e-5)
+    # The first expert given once more by hand is the same model.
+    again = sample(
+        model=str(tmp_path / "pipeline"),
+        checkpoint=tmp_path / "pipeline" / "transformer",
+        output=tmp_path / "b.safetensors",
+        **options,
+    )
+    assert torch.equal(again[0].latents, ours[0].latents)
+
+
+def test_numbers_that_are_not_finite_are_not_written(tiny_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from wandistiller.errors import OutputError
+
+    shutil.copytree(tiny_folder, tmp_path / "pipeline")
+    file = tmp_path / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["proj_out.bias"][0] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(OutputError, match="not finite"):
+        sample(model=str(tmp_path / "pipeline"), prompt="x", steps=1, output=tmp_path / "x.png", **COMMON)
+    assert not (tmp_path / "x.png").exists()

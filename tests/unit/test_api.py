@@ -1,6 +1,8 @@
 """``WanModel`` and ``WanVAE``: diffusers models with the described arguments."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -46,6 +48,43 @@ def test_model_types(model_type, channels, image_dim):
         model = WanModel(model_type=model_type, **SMALL)
     assert (model.config.in_channels, model.config.image_dim) == (channels, image_dim)
     assert model.model_type == model_type
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"model_type": "xyz"}, "no model type 'xyz'"), ({"num_heads": 4, "num_attention_heads": 2}, "two names of one thing")],
+)
+def test_arguments_that_make_no_sense(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        WanModel(**{**SMALL, **arguments})
+
+
+def test_it_can_be_copied_and_pickled():
+    model = WanModel(**SMALL, gradient_checkpointing=True)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is WanModel
+        assert twin.is_gradient_checkpointing
+        assert all(torch.equal(left, right) for left, right in zip(twin.parameters(), model.parameters(), strict=True))
+
+
+def test_the_described_call_trains():
+    torch.manual_seed(0)
+    model = WanModel(model_type="t2v", gradient_checkpointing=True, offload_to_cpu=True, device="cpu", **SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    latents, text = torch.randn(1, 16, 1, 8, 8), torch.randn(1, 4, 32)
+    losses = []
+    for _ in range(5):
+        loss = model(latents, torch.tensor([300.0]), text, return_dict=False)[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_what_is_loaded_is_frozen_unless_it_is_to_be_trained(tiny_folder):
+    assert not any(p.requires_grad for p in WanModel.from_checkpoint("tiny").parameters())
+    assert all(p.requires_grad for p in WanVAE.from_checkpoint(tiny_folder, trainable=True, device="auto").parameters())
 
 
 def test_heads_must_divide_the_width():
@@ -117,7 +156,7 @@ def test_functions_take_a_configuration_or_its_fields(tmp_path):
 
     with pytest.raises(UsageError, match="has no field 'promt'; did you mean 'prompt'"):
         sample(promt=("x",))
-    with pytest.raises(UsageError, match="steps = 'many' is not a int"):
+    with pytest.raises(UsageError, match="steps = 'many' is not a whole number"):
         sample(model="tiny", prompt="x", steps="many")
     made = sample(model="tiny", prompt="x", steps=1, width=32, height=32, output=str(tmp_path / "x.png"))
     assert made[0].files == (tmp_path / "x.png",)

@@ -5,7 +5,6 @@ import torch
 
 from wandistiller import doctor
 from wandistiller.api import doctor as run
-from wandistiller.errors import UsageError
 
 
 def test_a_broken_step_is_named_and_the_exit_code_tells(monkeypatch, capsys):
@@ -43,5 +42,23 @@ def test_the_kernel_is_the_one_that_runs():
 
 def test_a_full_disk_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
-    with pytest.raises(UsageError, match="too little room"):
-        run(device="cpu", disk=tmp_path)
+    assert any("too little room" in line for line in run(device="cpu", disk=tmp_path).broken)
+
+
+def test_whatever_breaks_is_a_finding(monkeypatch):
+    def broken(*args):
+        raise RuntimeError("it is on fire")
+
+    for probe in ("device_memory", "_attention_kernel", "_measure_disk"):
+        monkeypatch.setattr(doctor, probe, broken)
+    found = run(device="cpu").broken
+    for where in ("cpu memory:", "cpu float32 attention:", "disk "):
+        assert any(line.startswith(where) and "on fire" in line for line in found)
+
+
+def test_a_file_in_the_systems_cache_is_not_called_cold(tmp_path):
+    file = tmp_path / "x"
+    file.write_bytes(bytes(4096))
+    with file.open("rb") as opened:
+        opened.read()
+        assert doctor._is_cached(opened.fileno(), 4096)

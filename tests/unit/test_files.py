@@ -1,7 +1,7 @@
 import pytest
 
-from wandistiller.errors import OutputError
-from wandistiller.files import complete_or_absent
+from wandistiller.errors import OutputError, UsageError
+from wandistiller.files import check_can_write, complete_or_absent
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path):
@@ -42,3 +42,20 @@ def test_a_folder_replaces_a_folder(tmp_path):
 def test_a_full_disk_is_said(tmp_path):
     with pytest.raises(OutputError, match="No space left"), complete_or_absent(tmp_path / "x"):
         raise OSError(28, "No space left on device")
+
+
+def test_a_folder_is_never_replaced_by_a_file(tmp_path):
+    target = tmp_path / "x.png"
+    target.mkdir()
+    (target / "precious").touch()
+    with pytest.raises(OutputError, match="in the way"), complete_or_absent(target) as partial:
+        partial.write_text("new")
+    assert (target / "precious").exists()
+
+
+def test_a_place_that_cannot_be_written_is_found_beforehand(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is not a folder"):
+        check_can_write(tmp_path / "file" / "x.png")
+    check_can_write(tmp_path / "new" / "folders" / "x.png")
+    assert not (tmp_path / "new").exists()

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import diffusers
 import torch
 
 from wandistiller.checkpoint.formats import WRITERS, target_dtypes
@@ -16,6 +17,7 @@ from wandistiller.errors import UsageError
 from wandistiller.files import complete_or_absent
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.pipeline import Pipeline, find_pipeline
+from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import StoredModel, inspect_checkpoint
 from wandistiller.terminal import progress, say
 from wandistiller.units import Bytes
@@ -45,7 +47,8 @@ def run_export(config: ExportConfig) -> list[Exported]:
     else:
         exported = _export_pipeline(config, dtype)
     for model in exported:
-        say(f"Wrote {model.path} ({model.num_bytes}): {model.num_tensors} tensors, reloaded, equal in bits and in outputs")
+        rounding = "" if dtype is None else f" once rounded to {config.dtype}"
+        say(f"Wrote {model.path} ({model.num_bytes}): {model.num_tensors} tensors, reloaded, equal to the source{rounding}")
     return exported
 
 
@@ -53,7 +56,7 @@ def _is_single_model(source: Path) -> bool:
     if source.is_file():
         return True
     is_pipeline = (source / "model_index.json").is_file() or (source / "high_noise_model").is_dir()
-    return source.is_dir() and not is_pipeline and not any(source.glob("*VAE*"))
+    return source.is_dir() and not is_pipeline and not any("vae" in file.name.lower() for file in source.iterdir())
 
 
 def _export_model(stored: StoredModel, output: Path, format_name: str, dtype: torch.dtype | None) -> Exported:
@@ -97,13 +100,20 @@ def _copy_other_parts(pipeline: Pipeline, folder: Path) -> None:
     for name in _OTHER_PARTS:
         if name in pipeline.parts:
             shutil.copytree(pipeline.parts[name], folder / name)
-    index = next(iter(pipeline.parts.values())).parent / "model_index.json"
+    index = pipeline.folder / "model_index.json"
     if index.is_file():
         shutil.copyfile(index, folder / "model_index.json")
         return
-    say(f"{pipeline.source} has no text encoder in diffusers form; the folder holds the converted parts alone")
-    note = {"boundary_ratio": pipeline.boundary, "expand_timesteps": pipeline.expand_timesteps}
-    (folder / "pipeline_settings.json").write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    say(f"{pipeline.source} has no text encoder in diffusers form: sample what was written with --cond, or add one")
+    classes = {"transformer": "WanTransformer3DModel", "transformer_2": "WanTransformer3DModel", "vae": "AutoencoderKLWan"}
+    content = {
+        "_class_name": "WanPipeline",
+        "_diffusers_version": diffusers.__version__,
+        "boundary_ratio": pipeline.boundary or (SIZES["wan2.2-a14b"].boundary if "transformer_2" in pipeline.parts else None),
+        "expand_timesteps": pipeline.expand_timesteps,
+        **{part: ["diffusers", name] for part, name in classes.items() if part in pipeline.parts},
+    }
+    (folder / "model_index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _describe(stored: StoredModel, path: Path) -> Exported:

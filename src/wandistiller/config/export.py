@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from wandistiller.config.command import CommandConfig, DtypeName
+from wandistiller.config.command import CommandConfig
 from wandistiller.errors import UsageError
 
 
@@ -25,7 +25,7 @@ class ExportConfig(CommandConfig):
     """diffusers: a folder that from_pretrained loads. comfyui: one file with ComfyUI's key prefix. original: the same
     without the prefix, as the authors of Wan name the keys."""
 
-    dtype: DtypeName | Literal["keep"] = "keep"
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Precision to store. 'keep' stores what the source stores, 8-bit weights multiplied out to bfloat16."""
 
     overwrite: bool = False
@@ -35,7 +35,11 @@ class ExportConfig(CommandConfig):
         if self.model is None or self.output is None:
             missing = "--model" if self.model is None else "--output"
             raise UsageError(f"{missing} is missing.", fix="Say what to export with --model and where to with --output.")
-        if self.dtype == "auto":
-            raise UsageError("--dtype auto means nothing for a file.", fix="Choose keep, float32, bfloat16 or float16.")
         if self.output.exists() and not self.overwrite and (self.output.is_file() or any(self.output.iterdir())):
             raise UsageError(f"{self.output} exists.", fix="Choose another --output, or add --overwrite.")
+        source, output = Path(self.model).expanduser().absolute(), self.output.expanduser().absolute()
+        if source == output or output in source.parents:
+            raise UsageError(
+                f"--output {self.output} holds what is to be exported.",
+                fix="Choose a place outside of it; nothing was changed.",
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,7 +119,7 @@ class SampleConfig(CommandConfig):
         self._check_outputs()
 
     def _check_sources(self) -> None:
-        if self.model is None and self.checkpoint is None:
+        if not self.model and self.checkpoint is None:
             raise UsageError(
                 "There is nothing to sample from.",
                 fix="Give a pipeline with --model (try --model tiny) or a file of weights with --checkpoint.",
@@ -134,6 +135,10 @@ class SampleConfig(CommandConfig):
             raise UsageError(
                 f"{given[0]} needs a text encoder, and a single file has none.",
                 fix="Give the pipeline with --model, or text embeddings with --cond.",
+            )
+        if self.uncond is not None and self.cond is None:
+            raise UsageError(
+                "--uncond goes with --cond.", fix="With a text encoder, give the negative prompt as --negative-prompt."
             )
         if self.checkpoint_2 is not None and self.checkpoint is None and self.model is None:
             raise UsageError("--checkpoint-2 is a second expert without a first.", fix="Give the first with --checkpoint.")
@@ -152,10 +157,12 @@ class SampleConfig(CommandConfig):
             ("--cfg-scale", self.cfg_scale, 0),
             ("--cfg-scale-2", self.cfg_scale_2, 0),
         ):
+            if value is not None and not math.isfinite(value):
+                raise UsageError(f"{flag} {value} is not a finite number.", fix="Give a number.")
             if value is not None and value < least:
                 raise UsageError(f"{flag} {value} is too small.", fix=f"Give {least} or more.")
-        if self.sigma_shift is not None and self.sigma_shift <= 0:
-            raise UsageError(f"--sigma-shift {self.sigma_shift} is not positive.", fix="3 to 12 are usual for Wan.")
+        if self.sigma_shift is not None and not 0 < self.sigma_shift <= 1000:
+            raise UsageError(f"--sigma-shift {self.sigma_shift} is not between 0 and 1000.", fix="3 to 12 are usual for Wan.")
         if self.boundary is not None and not 0 < self.boundary < 1:
             raise UsageError(f"--boundary {self.boundary} is not between 0 and 1.", fix="Wan 2.2 uses 0.875 or 0.9.")
         if not 0 <= self.seed < 2**63:
@@ -165,6 +172,9 @@ class SampleConfig(CommandConfig):
         known = PICTURE_SUFFIXES + CLIP_SUFFIXES + LATENT_SUFFIXES
         if self.output.suffix.lower() not in known:
             raise UsageError(f"--output {self.output} has an unknown ending.", fix=f"End it with one of {', '.join(known)}.")
+        for path in (self.output, self.latent_path):
+            if path is not None and path.is_dir():
+                raise UsageError(f"{path} is a folder.", fix="Name a file in it.")
         if self.frames is not None and self.frames > 1 and self.output.suffix.lower() in PICTURE_SUFFIXES:
             raise UsageError(f"{self.frames} frames do not go into {self.output}.", fix="End --output with .mp4.")
         latents = self.latent_path

@@ -34,6 +34,8 @@ def read_config(path: Path, config_class: type[ConfigT], command: str, commands:
     found: dict[str, Any] = {}
     for key, value in (*values.items(), *table.items()):
         name = key.replace("-", "_")
+        if isinstance(value, dict) and name not in fields:
+            raise UsageError(f"{path}: there is no command '{key}'{nearest(key, commands)}", fix="Name tables after commands.")
         if name not in fields:
             raise UsageError(
                 f"{path}: '{key}' is not a setting of '{command}'{nearest(name, fields)}",

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from wandistiller.errors import UsageError, nearest
 
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
+
 
 def convert_value(value: Any, hint: Any, where: str) -> Any:
     """Return ``value`` as the annotated type or raise; whole numbers pass as floats, strings as paths."""
@@ -38,4 +40,5 @@ def convert_value(value: Any, hint: Any, where: str) -> Any:
         return float(value)
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
-    raise UsageError(f"{where} = {value!r} is not a {hint.__name__}.", fix=f"Write a {hint.__name__}.")
+    wanted = _KINDS.get(hint, str(hint))
+    raise UsageError(f"{where} = {value!r} is not {wanted}.", fix=f"Write {wanted}.")

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory import attention
+from wandistiller.memory.attached import attach_mark, remove_mark
 from wandistiller.memory.kept import DeviceKeeper, HostKeeper, Keeper, Kept
 
 Forward = Callable[..., Any]
@@ -56,6 +57,7 @@ class ActivePolicy:
     def detach(self) -> None:
         """Give every module its own ``forward`` back."""
         for module in self.modules:
+            remove_mark(module, "policy")
             original = module.__dict__.pop("_forward_without_policy", None)
             # A compiled forward is an attribute of the instance, the class's own is not.
             if original is not None and getattr(original, "__func__", None) is not type(module).forward:
@@ -89,6 +91,7 @@ def apply_policy(
         if "_forward_without_policy" in module.__dict__:
             raise UsageError("These blocks have an activation policy already.", fix="Detach it first.")
         module.__dict__["_forward_without_policy"] = module.forward
+        attach_mark(module, "policy", "an activation policy")
         module.forward = POLICIES[name](module, module.forward, keeper)
     if name == "selective":
         attention.install()

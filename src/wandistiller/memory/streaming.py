@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from wandistiller.errors import UsageError
+from wandistiller.memory.attached import attach_mark, remove_mark
 from wandistiller.memory.block_store import BlockStore, HostStore, QuantisedStore
 from wandistiller.memory.gradients import GradientTaker, HostGradients
 from wandistiller.memory.host import HostBudget
@@ -85,6 +86,8 @@ class BlockStream:
                 member.tensor.data = values[member.name].clone()
         for tensor, home in self._outside:
             tensor.data = tensor.data.to(home)
+        for block in self.blocks:
+            remove_mark(block, "stream")
         if self.gradients is not None:
             self.gradients.close()
         self.store.close()
@@ -147,8 +150,58 @@ class BlockStream:
                     tensor.register_hook(lambda grad: self.use(position, -1))
                     return
 
+        attach_mark(block, "stream", "streamed blocks")
         self._hooks.append(block.register_forward_pre_hook(before))
         self._hooks.append(block.register_forward_hook(after))
+
+    def _let_optimisers_step(self) -> None:
+        """Let a PyTorch optimiser update the stored weights: during its step, parameters and gradients are on the host."""
+        # The hooks are global, so they must not keep the model alive, nor take a later tensor at the same address for its own.
+        itself = weakref.ref(self)
+        streamed = {id(member.tensor): weakref.ref(member.tensor) for layout in self.layouts for member in layout.members}
+
+        def is_concerned(optimizer: torch.optim.Optimizer) -> bool:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            return any(id(each) in streamed and streamed[id(each)]() is each for each in parameters)
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            stream = itself()
+            if stream is not None and is_concerned(optimizer):
+                stream._move_to_host()
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            stream = itself()
+            if stream is not None and is_concerned(optimizer):
+                stream._move_to_slots()
+
+        for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            weakref.finalize(self, hook.remove)
+            self._hooks.append(hook)
+
+    def _move_to_host(self) -> None:
+        if isinstance(self.store, QuantisedStore):
+            raise UsageError("Weights stored in 8 bits cannot be trained.", fix="Stream them without quantising.")
+        for position, layout in enumerate(self.layouts):
+            values = self.store.views(position)
+            for member in layout.members:
+                tensor = member.tensor
+                gradient = tensor.grad
+                if self.gradients is not None and gradient is None:
+                    gradient = self.gradients.of(tensor)
+                tensor.grad = None
+                tensor.data = values[member.name]
+                if gradient is not None:
+                    tensor.grad = gradient.to(tensor.device)
+
+    def _move_to_slots(self) -> None:
+        for position, layout in enumerate(self.layouts):
+            landing = self.slots[position % self.num_slots].landing
+            for member in layout.members:
+                member.tensor.grad = None
+                member.tensor.data = member.view(landing)
+        if self.gradients is not None:
+            self.gradients.clear()
+        self.invalidate()
 
     def _keep_state_readable(self) -> None:
         """Let ``state_dict`` and ``load_state_dict`` see the stored weights instead of what happens to be in the slots."""
@@ -233,9 +286,7 @@ def stream_blocks(
         stream.store = (QuantisedStore if quantise else HostStore)(stream.layouts, read_member, device, budget)
     _make_ring(stream)
     _keep_the_rest_on_device(stream, taken, names, read)
-    refusal = register_optimizer_step_pre_hook(_refuse_to_step(stream.layouts))
-    weakref.finalize(stream, refusal.remove)
-    stream._hooks.append(refusal)
+    stream._let_optimisers_step()
     if train:
         stream.gradients = HostGradients(stream.layouts, device, on_gradient)
         stream._hooks += stream.gradients.hooks
@@ -258,23 +309,6 @@ def blocks_to_keep(num_blocks: int, copy_seconds: float, compute_seconds: float,
     # The copies of all streamed blocks have to fit into the computation of all blocks.
     streamable = int(num_blocks * compute_seconds / copy_seconds)
     return max(0, min(num_blocks - streamable, room // max(block_bytes, 1)))
-
-
-def _refuse_to_step(layouts: Sequence[BlockLayout]) -> Callable[..., None]:
-    """Return a hook that stops an optimiser from updating what happens to be in the slots."""
-    # The hook is global, so it must not keep the model alive, nor take a later tensor at the same address for one of its own.
-    streamed = {id(member.tensor): weakref.ref(member.tensor) for layout in layouts for member in layout.members}
-
-    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            if any(id(parameter) in streamed and streamed[id(parameter)]() is parameter for parameter in group["params"]):
-                raise UsageError(
-                    "An optimiser was asked to update weights that are streamed.",
-                    why="they live in host memory, and what it would change is a copy on its way through.",
-                    fix="Train adapters, switch offloading off, or stream with train=True and an optimiser on the host.",
-                )
-
-    return refuse
 
 
 def _released(tensor: Tensor, value: Tensor) -> Tensor:

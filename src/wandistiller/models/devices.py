@@ -28,6 +28,8 @@ def find_device(name: str) -> torch.device:
         raise UsageError(f"--device {name} is not a device.", fix="Use cuda, cuda:1, mps, cpu or auto.") from error
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
+    if device.type in ("cpu", "mps"):  # there is one of them, whatever its number
+        device = torch.device(device.type)
     if device not in devices:
         raise UsageError(
             f"--device {name} is not there.",

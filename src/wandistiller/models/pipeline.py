@@ -23,11 +23,42 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_PATTERNS = ("{part}/*.json", "{part}/*.safetensors", "{part}/*.model", "{part}/*.txt")
 
 
+# The schedulers that we draw the same with: the solver's name, and the settings under which that holds.
+_COMMON_SETTINGS: dict[str, Any] = {
+    "num_train_timesteps": 1000,
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+}
+_SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "FlowMatchEulerDiscreteScheduler": ("euler", {**_COMMON_SETTINGS, "invert_sigmas": False, "stochastic_sampling": False}),
+    "UniPCMultistepScheduler": (
+        "unipc",
+        {
+            **_COMMON_SETTINGS,
+            "use_flow_sigmas": True,
+            "prediction_type": "flow_prediction",
+            "solver_order": 2,
+            "solver_type": "bh2",
+            "predict_x0": True,
+            "lower_order_final": True,
+            "disable_corrector": [],
+            "final_sigmas_type": "zero",
+            "thresholding": False,
+            "solver_p": None,
+        },
+    ),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """The parts by name (``transformer``, ``transformer_2``, ``vae``, ``text_encoder``, ``tokenizer``, ...) and settings."""
 
     source: str
+    folder: Path
     parts: Mapping[str, Path]
     boundary: float | None = None
     """Sigma at which ``transformer_2`` takes over."""
@@ -48,12 +79,39 @@ class Pipeline:
     def shift(self) -> float | None:
         """The schedule's shift that the pipeline was saved with."""
         value = self.scheduler.get("flow_shift", self.scheduler.get("shift"))
+        if value is not None and not isinstance(value, (int, float)):
+            raise CheckpointError(f"{self.source}: the scheduler's shift is {value!r}.", fix="Download its scheduler again.")
         return None if value is None else float(value)
 
     @property
     def solver(self) -> str:
-        """The solver that the pipeline was saved with; the released ones have UniPC."""
-        return "euler" if "Euler" in str(self.scheduler.get("_class_name", "")) else "unipc"
+        """The solver that the pipeline was saved with, if it is one that we draw the same with; the usual one for none."""
+        if not self.scheduler:
+            return "unipc"
+        name = str(self.scheduler.get("_class_name"))
+        if name not in _SCHEDULERS:
+            raise CheckpointError(
+                f"{self.source} was saved with {name}, which is not supported.",
+                fix="Choose a solver with --solver, such as unipc.",
+            )
+        solver, settings = _SCHEDULERS[name]
+        for field_name, usual in settings.items():
+            value = self.scheduler.get(field_name, usual)
+            if (value or None) != (usual or None):
+                raise CheckpointError(
+                    f"{self.source} was saved with {field_name} = {value!r} in its scheduler, which is not supported.",
+                    why=f"we sample with {usual!r}, and that draws another picture.",
+                    fix=f"Say that you want it all the same: --solver {solver}.",
+                )
+        return solver
+
+    def vae_factors(self) -> tuple[int, int] | None:
+        """Return how much the VAE compresses in space and time, from its configuration alone; None where it has none."""
+        config = self.parts.get("vae", Path()) / "config.json"
+        if "vae" not in self.parts or not config.is_file():
+            return None
+        values = _read_json(config)
+        return int(values.get("scale_factor_spatial") or 8), int(values.get("scale_factor_temporal") or 4)
 
 
 def find_pipeline(source: str, parts: Collection[str] = ()) -> Pipeline:
@@ -81,17 +139,25 @@ def find_pipeline(source: str, parts: Collection[str] = ()) -> Pipeline:
     )
 
 
+def find_part(source: str, part: str) -> Path:
+    """Return where one model lies: ``source`` itself, or that part of the pipeline that it names."""
+    path = Path(source).expanduser()
+    if source == "tiny" or (path / "model_index.json").is_file() or (not path.exists() and _HUB_ID.fullmatch(source)):
+        return find_pipeline(source, {part}).part(part)
+    return path
+
+
 def _read_diffusers_folder(folder: Path, source: str) -> Pipeline:
     index = _read_json(folder / "model_index.json")
     class_name = index.get("_class_name")
     if class_name not in _PIPELINE_CLASSES:
-        raise CheckpointError(
-            f"{source} is a {class_name}, not a Wan pipeline.", fix=f"Use one of: {', '.join(_PIPELINE_CLASSES)}."
-        )
-    listed = [name for name, kind in index.items() if isinstance(kind, list) and kind[0] is not None]
+        kind = f"is a {class_name}" if class_name else "does not say what it is in its model_index.json"
+        raise CheckpointError(f"{source} {kind}, not a Wan pipeline.", fix=f"Use one of: {', '.join(_PIPELINE_CLASSES)}.")
+    listed = [name for name, kind in index.items() if isinstance(kind, list) and kind and kind[0] is not None]
     scheduler = folder / "scheduler" / "scheduler_config.json"
     return Pipeline(
         source=source,
+        folder=folder,
         parts={name: folder / name for name in listed if (folder / name).is_dir()},
         boundary=index.get("boundary_ratio"),
         expand_timesteps=bool(index.get("expand_timesteps", False)),
@@ -103,13 +169,9 @@ def _read_original_folder(folder: Path, source: str) -> Pipeline:
     """Understand a folder as released by the authors of Wan: transformer at the top, or one folder an expert."""
     parts: dict[str, Path] = {}
     experts = (folder / "high_noise_model", folder / "low_noise_model")
-    vaes = (
-        sorted(folder.glob("*VAE*.pth")) + sorted(folder.glob("*VAE*.safetensors")) + sorted(folder.glob("*vae*.safetensors"))
-    )
-    boundary = None
+    vaes = sorted(file for file in folder.iterdir() if "vae" in file.name.lower() and file.suffix in (".pth", ".safetensors"))
     if all(expert.is_dir() for expert in experts):
         parts["transformer"], parts["transformer_2"] = experts
-        boundary = SIZES["wan2.2-a14b"].boundary
     elif (folder / "config.json").is_file():
         parts["transformer"] = folder
     if not parts:
@@ -121,7 +183,7 @@ def _read_original_folder(folder: Path, source: str) -> Pipeline:
     if len(vaes) == 1:
         parts["vae"] = vaes[0]
     config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    return Pipeline(source=source, parts=parts, boundary=boundary, expand_timesteps=config.get("model_type") == "ti2v")
+    return Pipeline(source=source, folder=folder, parts=parts, expand_timesteps=config.get("model_type") == "ti2v")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -152,6 +214,8 @@ def _download(repo: str, parts: Collection[str]) -> Path:
 
 def _hub_name(size: str) -> str:
     return {
+        "wan2.1-i2v-14b": "Wan2.1-I2V-14B-480P-Diffusers",
+        "wan2.2-i2v-a14b": "Wan2.2-I2V-A14B-Diffusers",
         "wan2.1-1.3b": "Wan2.1-T2V-1.3B-Diffusers",
         "wan2.1-14b": "Wan2.1-T2V-14B-Diffusers",
         "wan2.2-5b": "Wan2.2-TI2V-5B-Diffusers",

@@ -153,6 +153,20 @@ SIZES: Mapping[str, Size] = MappingProxyType(
                 height=720,
             ),
             Size(
+                name="wan2.1-i2v-14b",
+                transformer=_transformer(40, 13824, 40, in_channels=36, image_dim=1280, added_kv_proj_dim=5120),
+                vae=WAN21_VAE,
+            ),
+            Size(
+                name="wan2.2-i2v-a14b",
+                transformer=_transformer(40, 13824, 40, in_channels=36),
+                vae=WAN21_VAE,
+                boundary=0.9,
+                guidance=3.5,
+                width=1280,
+                height=720,
+            ),
+            Size(
                 name="tiny",
                 transformer=_transformer(4, 256, 3, 8, attention_head_dim=24, text_dim=32, freq_dim=64),
                 vae=TINY_VAE,

@@ -172,7 +172,8 @@ def complete_config(architecture: Architecture, config: Mapping[str, Any]) -> di
     """Return the configuration with every field of the model's class, those not given at the class's default."""
     parameters = inspect.signature(architecture.model_class.__init__).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items() if name != "self"}
-    return {**defaults, **{name: value for name, value in config.items() if name in defaults}}
+    complete = {**defaults, **{name: value for name, value in config.items() if name in defaults}}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in complete.items()}
 
 
 def _find_dialect(weights: Weights, architecture: Architecture) -> tuple[str, str] | None:
@@ -199,7 +200,7 @@ def _check(architecture: Architecture, weights: Weights, prefix: str, dialect: s
             if key.endswith(suffix):
                 scales[key.removesuffix(suffix) + ".weight"] = stored.pop(key)
     config = complete_config(architecture, _find_config(architecture, weights, stored, dialect))
-    expected = build_empty(architecture, config).state_dict()
+    expected = _expected_tensors(architecture, config, weights.path)
     renamed = architecture.original_names(config, expected) if dialect == "original" else {key: key for key in expected}
     _check_keys(weights, prefix, stored, renamed)
     names = {key: stored[name] for key, name in renamed.items()}
@@ -214,7 +215,7 @@ def _check(architecture: Architecture, weights: Weights, prefix: str, dialect: s
             why="its config.json may belong to another model.",
             fix="Use the config.json that came with these weights, or remove it to have the shapes read.",
         )
-    return StoredModel(
+    found = StoredModel(
         architecture=architecture,
         config=config,
         weights=weights,
@@ -222,6 +223,55 @@ def _check(architecture: Architecture, weights: Weights, prefix: str, dialect: s
         scales={key: scales[name] for key, name in renamed.items() if name in scales},
         dialect=dialect,
     )
+    _check_storage(found, set(scales) - set(renamed.values()))
+    return found
+
+
+def _expected_tensors(architecture: Architecture, config: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """Return the tensors that a model of this configuration has, on the meta device."""
+    try:
+        expected = build_empty(architecture, config).state_dict()
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError, AssertionError) as error:
+        raise CheckpointError(
+            f"{path}: its configuration describes no model.",
+            why=f"{type(error).__name__}: {error}",
+            fix="Use the config.json that came with these weights.",
+        ) from error
+    if not isinstance(config.get("eps", 0.0), (int, float)):
+        raise CheckpointError(f"{path}: eps is {config['eps']!r}, not a number.", fix="Use the config.json of these weights.")
+    if architecture is VAE:
+        for name in ("latents_mean", "latents_std"):
+            if len(config[name]) != config["z_dim"]:
+                raise CheckpointError(
+                    f"{path}: {name} has {len(config[name])} values for {config['z_dim']} latent channels.",
+                    fix="Use the config.json that came with these weights.",
+                )
+    return dict(expected)
+
+
+def _check_storage(stored: StoredModel, orphans: set[str]) -> None:
+    """Raise ``CheckpointError`` where a tensor is stored in a way that no weight is."""
+    if orphans:
+        raise CheckpointError(
+            f"{stored.weights.path} has factors for weights that are not there: {shortened(sorted(orphans))}.",
+            fix="Download the file again.",
+        )
+    for key, name in stored.names.items():
+        entry = stored.weights.entries[name]
+        is_weight = entry.dtype.is_floating_point or (entry.dtype is torch.int8 and key in stored.scales)
+        if not is_weight:
+            raise CheckpointError(
+                f"{stored.weights.path} stores '{name}' as {str(entry.dtype).removeprefix('torch.')}.",
+                why="weights are floating-point numbers, or int8 with a factor.",
+                fix="Get a version in bfloat16, float16, float32 or scaled 8 bits.",
+            )
+        scale = stored.weights.entries[stored.scales[key]].shape if key in stored.scales else ()
+        if scale and scale not in ((1,), (entry.shape[0],), (entry.shape[0], 1), (1, 1)):
+            raise CheckpointError(
+                f"{stored.weights.path}: the factor of '{name}' has shape {list(scale)} for a weight of {list(entry.shape)}.",
+                why="one factor a tensor or one a row is supported.",
+                fix="Get a version in another storage.",
+            )
 
 
 def _check_keys(weights: Weights, prefix: str, stored: Mapping[str, str], renamed: Mapping[str, str]) -> None:
@@ -246,19 +296,36 @@ def _check_keys(weights: Weights, prefix: str, stored: Mapping[str, str], rename
 def _find_config(architecture: Architecture, weights: Weights, stored: Mapping[str, str], dialect: str) -> dict[str, Any]:
     beside = _config_beside(architecture, weights.path)
     if beside is None and CONFIG_METADATA_KEY in weights.metadata:
-        beside = json.loads(weights.metadata[CONFIG_METADATA_KEY])
+        beside = _config_in_metadata(weights)
     if beside is not None and beside.get("_class_name") != architecture.original_class_name:
         unknown = sorted(key for key in beside if not key.startswith("_") and key not in architecture.init_fields())
         if unknown:
             logger.warning("%s: config.json has fields that this model does not know: %s", weights.path, shortened(unknown))
         return beside
     shapes = {key: weights.entries[name].shape for key, name in stored.items()}
-    if architecture is VAE:
-        return vae_keys.infer_config(shapes, str(weights.path))
-    if dialect == "original":
-        shapes = {transformer_keys.to_diffusers(key) or key: shape for key, shape in shapes.items()}
-    heads = transformer_keys.config_from_original(beside) if beside else {}
-    return transformer_keys.infer_config(shapes, str(weights.path), heads)
+    try:
+        if architecture is VAE:
+            return vae_keys.infer_config(shapes, str(weights.path))
+        if dialect == "original":
+            shapes = {transformer_keys.to_diffusers(key) or key: shape for key, shape in shapes.items()}
+        heads = transformer_keys.config_from_original(beside) if beside else {}
+        return transformer_keys.infer_config(shapes, str(weights.path), heads)
+    except (KeyError, IndexError, ValueError, StopIteration, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"{weights.path} lacks tensors that tell what model it is.",
+            why=f"there is no usable {error}." if isinstance(error, KeyError) else f"{type(error).__name__}: {error}",
+            fix="Download all files of the checkpoint again, or put its config.json beside it.",
+        ) from error
+
+
+def _config_in_metadata(weights: Weights) -> dict[str, Any]:
+    try:
+        config = json.loads(weights.metadata[CONFIG_METADATA_KEY])
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{weights.path} has a damaged configuration in its header.", fix="Download the file again.")
+    return config
 
 
 def _config_beside(architecture: Architecture, path: Path) -> dict[str, Any] | None:
@@ -275,6 +342,9 @@ def _config_beside(architecture: Architecture, path: Path) -> dict[str, Any] | N
 
 
 def _describe(weights: Weights) -> str:
+    for architecture in (TRANSFORMER, VAE):
+        if _find_dialect(weights, architecture):
+            return f"a Wan {architecture.name}"
     for part, description in _STRANGERS.items():
         if any(part in name for name in weights.entries):
             return description

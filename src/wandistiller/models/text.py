@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from wandistiller.errors import CheckpointError, UsageError, shortened
@@ -29,13 +31,11 @@ def encode_prompts(
 
     try:
         words = AutoTokenizer.from_pretrained(tokenizer)
-        encoder = UMT5EncoderModel.from_pretrained(text_encoder, dtype=dtype).eval().to(device)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"The text encoder of {text_encoder.parent} cannot be loaded.",
-            why=str(error).strip().splitlines()[0],
-            fix="Download its text_encoder and tokenizer folders again.",
+            f"The tokenizer {tokenizer} cannot be loaded.", why=str(error).strip(), fix="Download the folder again."
         ) from error
+    encoder = load_whole(UMT5EncoderModel, text_encoder, dtype).to(device)
     pipeline = WanPipeline(tokenizer=words, text_encoder=encoder, vae=None, scheduler=None)
     embeddings = [
         pipeline.encode_prompt(
@@ -44,6 +44,24 @@ def encode_prompts(
         for prompt in prompts
     ]
     return torch.cat(embeddings)
+
+
+def load_whole(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """Load a transformers model, or raise ``CheckpointError``: the library itself fills what is missing with random numbers."""
+    try:
+        model, found = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"{folder} cannot be loaded.", why=reason[0] if reason else type(error).__name__, fix="Download the folder again."
+        ) from error
+    wrong = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
+    if wrong:
+        raise CheckpointError(
+            f"{folder} lacks {len(wrong)} tensors or has them in another shape: {shortened(map(str, wrong))}.",
+            fix="Download the folder again.",
+        )
+    return model.eval()
 
 
 def read_embeddings(path: Path, width: int) -> Tensor:

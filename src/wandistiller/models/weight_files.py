@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
-import pickle
+import re
 import struct
 import zipfile
 from abc import ABC, abstractmethod
@@ -126,16 +127,18 @@ class PickledWeights(Weights):
         super().__init__(path)
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{path} is a pickle that would run code when opened.",
-                why=str(error).splitlines()[0],
-                fix="Get the safetensors version, or convert it yourself on a machine where its author is trusted.",
-            ) from error
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
+        except Exception as error:
+            # PyTorch's own text goes on to recommend running the code.
+            unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+            if unsafe:
+                raise CheckpointError(
+                    f"{path} is a pickle that would run code when opened.",
+                    why=f"it calls {unsafe.group(1)}.",
+                    fix="Get the safetensors version of it.",
+                ) from error
             raise CheckpointError(
                 f"{path} is not a readable PyTorch file.",
-                why=str(error).splitlines()[0],
+                why=f"{type(error).__name__} while reading it.",
                 fix="Copy or download the file again; if it is safetensors, name it so.",
             ) from error
         for wrapper in ("state_dict", "model_state", "model"):
@@ -143,7 +146,9 @@ class PickledWeights(Weights):
                 loaded = loaded[wrapper]
         if not isinstance(loaded, dict) or not any(isinstance(value, Tensor) for value in loaded.values()):
             raise CheckpointError(f"{path} holds no dictionary of tensors.", fix="Point to a file of model weights.")
-        self._tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+        self._tensors = {
+            str(name): value for name, value in loaded.items() if isinstance(value, Tensor) and value.layout is torch.strided
+        }
         self.entries = {name: Entry(name, value.dtype, tuple(value.shape), path) for name, value in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
@@ -168,6 +173,8 @@ def _open_folder(folder: Path) -> Weights:
     if len(indices) == 1:
         return _open_index(indices[0])
     files = sorted(folder.glob("*.safetensors"))
+    # The authors of Wan put a transformer's files under this name, and other models' beside them.
+    files = [file for file in files if file.name.startswith("diffusion_pytorch_model")] or files
     if files and not indices:
         return SafetensorsWeights(folder, files)
     pickles = sorted(file for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES)
@@ -185,7 +192,7 @@ def _open_index(index: Path) -> Weights:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         expected = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"{index} is not a shard index.", why=f"{type(error).__name__}: {error}", fix="Copy or download it again."
         ) from error
@@ -220,8 +227,12 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     def damaged(why: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged or not a safetensors file.", why=why, fix="Copy or download it again.")
 
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    try:
+        opened = path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened.", why=str(error), fix="Check its permissions.") from error
+    with opened as file:
+        size = path.stat().st_size
         start = file.read(8)
         if len(start) < 8:
             raise damaged(f"it has only {size} bytes.")
@@ -244,8 +255,8 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     data_start = 8 + header_bytes
     for name, spec in header.items():
         try:
-            begin, end = spec["data_offsets"]
-            dtype, shape = spec["dtype"], tuple(int(length) for length in spec["shape"])
+            begin, end = map(operator.index, spec["data_offsets"])
+            dtype, shape = str(spec["dtype"]), tuple(map(operator.index, spec["shape"]))
         except (KeyError, TypeError, ValueError) as error:
             raise damaged(f"tensor '{name}' is described wrongly.") from error
         if dtype not in _DTYPES:

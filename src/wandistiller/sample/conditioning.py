@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.models.latents import normalise
+from wandistiller.models.text import load_whole
 from wandistiller.sample.geometry import Geometry
 
 
@@ -72,6 +73,13 @@ def image_inputs(transformer_config: Mapping[str, Any], expand_timesteps: bool) 
 
 def check_image(image: Path | None, inputs: ImageInputs, transformer_config: Mapping[str, Any]) -> None:
     """Raise ``UsageError`` where a picture is given to a model that takes none, or missing from one that needs it."""
+    extra, drawn = inputs.extra_channels, transformer_config["out_channels"]
+    if extra not in (0, drawn + 4) or transformer_config["pos_embed_seq_len"] is not None:
+        kind = "first and last frame" if transformer_config["pos_embed_seq_len"] is not None else f"{extra} extra channels"
+        raise UsageError(
+            f"This checkpoint takes {kind}, which sampling does not support.",
+            fix="Use a text-to-video or image-to-video checkpoint.",
+        )
     if image is None and inputs.is_needed:
         raise UsageError(
             "This is an image-to-video checkpoint and no picture was given.",
@@ -118,10 +126,10 @@ def encode_image_tokens(encoder: Path, processor: Path, image: Image.Image, devi
 
     try:
         prepare = CLIPImageProcessor.from_pretrained(processor)
-        model = CLIPVisionModel.from_pretrained(encoder, dtype=torch.float32).eval().to(device)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"The image encoder {encoder} cannot be loaded.", why=str(error).splitlines()[0], fix="Download it again."
+            f"The image processor {processor} cannot be loaded.", why=str(error).strip(), fix="Download the folder again."
         ) from error
+    model = load_whole(CLIPVisionModel, encoder, torch.float32).to(device)
     inputs = prepare(images=image, return_tensors="pt").to(device)
     return model(**inputs, output_hidden_states=True).hidden_states[-2]

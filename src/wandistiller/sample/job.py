@@ -10,6 +10,7 @@ import torch
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.errors import UsageError
+from wandistiller.files import check_can_write
 from wandistiller.flow.guidance import needs_unconditional
 from wandistiller.flow.schedule import Schedule
 from wandistiller.flow.solver import SOLVERS
@@ -20,8 +21,10 @@ from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_ch
 from wandistiller.models.text import read_embeddings
 from wandistiller.sample.conditioning import ImageInputs, check_image, image_inputs
 from wandistiller.sample.geometry import Geometry, check_geometry
+from wandistiller.sample.media import read_picture
 
-DEFAULT_BOUNDARY = 0.875
+_TELLING_FIELDS = ("num_attention_heads", "ffn_dim", "in_channels", "out_channels", "image_dim")
+"""What tells the named sizes apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +52,19 @@ class Job:
         return len(self.prompts) * self.config.batch_size
 
     @property
+    def vae_dtype(self) -> torch.dtype:
+        return self.dtype if self.config.vae_dtype == "auto" else find_dtype(self.config.vae_dtype, self.device)
+
+    @property
     def needs_negative(self) -> bool:
         return any(needs_unconditional(scale) for scale in self.guidance[: len(self.transformers)])
 
     def settings(self, prompt: str, seed: int) -> dict[str, Any]:
-        """Return what is written into a sample's file, enough to draw it again."""
+        """Return what is written into a sample's file, for whoever wants to know how it was drawn."""
         return {
+            "model": self.config.model or str(self.config.checkpoint),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "boundary": self.boundary,
             "prompt": prompt,
             "negative_prompt": self.config.negative_prompt,
             "seed": seed,
@@ -69,23 +79,32 @@ class Job:
 def prepare(config: SampleConfig) -> Job:
     """Find and check every part without reading weights."""
     config.check()
+    for path in (config.output, config.latent_path):
+        if path is not None:
+            check_can_write(path)
     device = find_device(config.device)
     pipeline = find_pipeline(config.model, _parts(config)) if config.model else None
-    transformers, boundary = _find_transformers(config, pipeline)
+    if pipeline is not None and config.cond is None and "text_encoder" not in pipeline.parts:
+        raise UsageError(
+            f"{config.model} has no text encoder that can be read.",
+            why="original Wan folders keep theirs in another form.",
+            fix="Encode the prompt with a diffusers pipeline's text encoder and give the file as --cond; see docs/sample.md.",
+        )
+    transformers = _find_transformers(config, pipeline)
     first = transformers[0].config
     size = _nearest_size(transformers)
     vae = _find_vae(config, pipeline)
     expand = (pipeline.expand_timesteps if pipeline else False) or bool(size and size.expand_timesteps)
     inputs = image_inputs(first, expand)
     check_image(config.image, inputs, first)
-    if (inputs.is_needed or config.image) and vae is None:
-        raise UsageError("--image needs a VAE to encode it.", fix="Give one with --vae-checkpoint, or a whole --model.")
+    if config.image is not None:
+        _check_image_parts(config, inputs, pipeline, vae)
     if vae is not None and vae.config["z_dim"] != first["out_channels"]:
         raise UsageError(
             f"The VAE has {vae.config['z_dim']} latent channels, the transformer draws {first['out_channels']}.",
             fix="Use the VAE that belongs to the model: 16 channels for Wan 2.1 and A14B, 48 for the 5B.",
         )
-    geometry = _find_geometry(config, size, vae, first)
+    geometry = _find_geometry(config, size, vae, pipeline, first)
     solver = config.solver if config.solver != "auto" else (pipeline.solver if pipeline else "unipc")
     shift = config.sigma_shift or (pipeline.shift if pipeline else None) or (size.shift if size else 5.0)
     scale = config.cfg_scale if config.cfg_scale is not None else (size.guidance if size else 5.0)
@@ -103,17 +122,34 @@ def prepare(config: SampleConfig) -> Job:
         schedule=SOLVERS[solver].schedule(config.steps, shift),
         solver=solver,
         guidance=(scale, scale_2),
-        boundary=boundary,
+        boundary=_find_boundary(config, pipeline, size, len(transformers)),
         prompts=_read_prompts(config, first["text_dim"]),
         image=inputs,
         fps=config.fps or (size.fps if size else 16),
     )
+    if config.cfg_scale_2 is not None and len(transformers) == 1:
+        raise UsageError("--cfg-scale-2 is for models of two experts.", fix="Leave it away, or give --checkpoint-2.")
     if job.needs_negative and config.cond is not None and config.uncond is None:
+        scales = " and ".join(f"{value:g}" for value in job.guidance[: len(transformers)])
         raise UsageError(
-            f"Guidance of {scale:g} needs the embeddings of the negative prompt.",
-            fix="Give them with --uncond, or switch guidance off with --cfg-scale 1.",
+            f"Guidance of {scales} needs the embeddings of the negative prompt.",
+            fix="Give them with --uncond, or switch guidance off with --cfg-scale 1 (and --cfg-scale-2 1).",
         )
     return job
+
+
+def _check_image_parts(config: SampleConfig, inputs: ImageInputs, pipeline: Pipeline | None, vae: StoredModel | None) -> None:
+    """Raise ``UsageError`` or ``MediaError`` where a first frame could not be encoded."""
+    assert config.image is not None
+    read_picture(config.image)
+    if vae is None:
+        raise UsageError("--image needs a VAE to encode it.", fix="Give one with --vae-checkpoint, or a whole --model.")
+    missing = [part for part in ("image_encoder", "image_processor") if pipeline is None or part not in pipeline.parts]
+    if inputs.wants_image_tokens and missing:
+        raise UsageError(
+            "This checkpoint also looks at the picture through CLIP, and there is no image encoder.",
+            fix="Give the whole pipeline with --model; single files have none.",
+        )
 
 
 def describe(job: Job) -> str:
@@ -136,7 +172,7 @@ def describe(job: Job) -> str:
 
 
 def _parts(config: SampleConfig) -> set[str]:
-    parts = set() if config.checkpoint else {"transformer", "transformer_2"}
+    parts = {"transformer_2"} if config.checkpoint else {"transformer", "transformer_2"}
     if (config.wants_pixels or config.image) and not config.vae_checkpoint:
         parts.add("vae")
     if config.cond is None:
@@ -146,22 +182,27 @@ def _parts(config: SampleConfig) -> set[str]:
     return parts
 
 
-def _find_transformers(config: SampleConfig, pipeline: Pipeline | None) -> tuple[list[StoredModel], float | None]:
+def _find_transformers(config: SampleConfig, pipeline: Pipeline | None) -> list[StoredModel]:
     paths = [config.checkpoint] if config.checkpoint else [pipeline.part("transformer")] if pipeline else []
     if config.checkpoint_2 is not None:
         paths.append(config.checkpoint_2)
-    elif config.checkpoint is None and pipeline is not None and "transformer_2" in pipeline.parts:
+    elif pipeline is not None and "transformer_2" in pipeline.parts:
         paths.append(pipeline.part("transformer_2"))
     stored = [inspect_checkpoint(path, TRANSFORMER) for path in paths]
-    if len(stored) == 1:
-        if config.boundary is not None:
-            raise UsageError("--boundary is for models of two experts.", fix="Give the second with --checkpoint-2.")
-        return stored, None
-    if stored[0].config != stored[1].config:
+    if len(stored) == 2 and stored[0].config != stored[1].config:
         raise UsageError(
             f"The two experts {paths[0]} and {paths[1]} are not of one shape.", fix="Give two experts of one model."
         )
-    return stored, config.boundary or (pipeline.boundary if pipeline else None) or DEFAULT_BOUNDARY
+    return stored
+
+
+def _find_boundary(config: SampleConfig, pipeline: Pipeline | None, size: Size | None, num_experts: int) -> float | None:
+    if num_experts == 1:
+        if config.boundary is not None:
+            raise UsageError("--boundary is for models of two experts.", fix="Give the second with --checkpoint-2.")
+        return None
+    usual = size.boundary if size else SIZES["wan2.2-a14b"].boundary
+    return config.boundary or (pipeline.boundary if pipeline else None) or usual
 
 
 def _find_vae(config: SampleConfig, pipeline: Pipeline | None) -> StoredModel | None:
@@ -178,19 +219,21 @@ def _find_vae(config: SampleConfig, pipeline: Pipeline | None) -> StoredModel | 
 
 
 def _find_geometry(
-    config: SampleConfig, size: Size | None, vae: StoredModel | None, transformer: Mapping[str, Any]
+    config: SampleConfig,
+    size: Size | None,
+    vae: StoredModel | None,
+    pipeline: Pipeline | None,
+    transformer: Mapping[str, Any],
 ) -> Geometry:
     usual = size or SIZES["wan2.1-1.3b"]
     is_picture = config.output.suffix.lower() in PICTURE_SUFFIXES
     frames = config.frames or (1 if is_picture else usual.frames)
-    factors = vae.config if vae else usual.vae
+    known = vae.config if vae else usual.vae
+    factors = known["scale_factor_spatial"], known["scale_factor_temporal"]
+    if vae is None and pipeline is not None:  # latents alone are asked for; they have the shape that the VAE would want
+        factors = pipeline.vae_factors() or factors
     return check_geometry(
-        config.width or usual.width,
-        config.height or usual.height,
-        frames,
-        factors["scale_factor_spatial"],
-        factors["scale_factor_temporal"],
-        transformer,
+        config.width or usual.width, config.height or usual.height, frames, *factors, transformer_config=transformer
     )
 
 
@@ -198,7 +241,7 @@ def _nearest_size(stored: Sequence[StoredModel]) -> Size | None:
     """Return the named size that these transformers are of, by their shape."""
     config = stored[0].config
     for size in SIZES.values():
-        same = all(config[name] == size.transformer[name] for name in ("num_attention_heads", "ffn_dim", "out_channels"))
+        same = all(config[name] == size.transformer[name] for name in _TELLING_FIELDS)
         if same and (size.boundary is not None) == (len(stored) == 2):
             return size
     return None
@@ -207,8 +250,8 @@ def _nearest_size(stored: Sequence[StoredModel]) -> Size | None:
 def _read_prompts(config: SampleConfig, text_dim: int) -> list[str]:
     """Return the prompts, or for a file of embeddings one nameless prompt a row."""
     if config.cond is not None:
-        if config.uncond is not None:
-            read_embeddings(config.uncond, text_dim)
+        if config.uncond is not None and read_embeddings(config.uncond, text_dim).shape[0] != 1:
+            raise UsageError(f"--uncond {config.uncond} holds several embeddings.", fix="Give one, for all prompts.")
         return [f"{config.cond.stem}"] * read_embeddings(config.cond, text_dim).shape[0]
     if config.prompt_file is None:
         return list(config.prompt)

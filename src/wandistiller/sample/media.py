@@ -29,7 +29,7 @@ def to_bytes(pixels: Tensor) -> np.ndarray:
 def write_picture(path: Path, frames: np.ndarray, settings: Mapping[str, Any]) -> None:
     """Write the first frame as PNG, with the settings that drew it in its ``parameters`` text."""
     info = PngInfo()
-    info.add_text("parameters", json.dumps(settings, ensure_ascii=False))
+    info.add_text("parameters", json.dumps(settings))
     with complete_or_absent(path) as partial:
         Image.fromarray(frames[0]).save(partial, format="PNG", pnginfo=info)
 
@@ -37,7 +37,7 @@ def write_picture(path: Path, frames: np.ndarray, settings: Mapping[str, Any]) -
 def write_clip(path: Path, frames: np.ndarray, fps: int, settings: Mapping[str, Any]) -> None:
     """Write frames as MP4 in H.264, which browsers and players take everywhere."""
     with complete_or_absent(path) as partial, av.open(str(partial), "w", format="mp4") as container:
-        container.metadata["comment"] = json.dumps(settings, ensure_ascii=False)
+        container.metadata["comment"] = json.dumps(settings)
         stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "14", "preset": "medium"})
         # H.264 in 4:2:0 wants even sides; Wan's are multiples of 16.
         stream.height, stream.width = frames.shape[1:3]
@@ -51,7 +51,7 @@ def write_latents(path: Path, latents: Tensor, settings: Mapping[str, Any]) -> N
     """Write one sample's latents (channels, frames, height, width) under the key ``latent``, normalised as the model's."""
     latents = latents.float().cpu()
     planned = Planned("latent", torch.float32, tuple(latents.shape), lambda: latents)
-    write_safetensors(path, [planned], {"normalised": "true", "parameters": json.dumps(settings, ensure_ascii=False)})
+    write_safetensors(path, [planned], {"normalised": "true", "parameters": json.dumps(settings)})
 
 
 def read_picture(path: Path) -> Image.Image:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
+from wandistiller.errors import OutputError
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.solver import SOLVERS
 from wandistiller.memory.monitor import memory_line
-from wandistiller.models.devices import find_dtype
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.text import encode_prompts, read_embeddings
@@ -57,7 +57,7 @@ def encode(job: Job) -> Conditioning:
         text = read_embeddings(config.cond, first["text_dim"])
         if job.needs_negative:
             assert config.uncond is not None  # prepare() has made sure
-            negative = read_embeddings(config.uncond, first["text_dim"])[:1]
+            negative = read_embeddings(config.uncond, first["text_dim"])
     else:
         assert job.pipeline is not None  # SampleConfig.check() has made sure
         texts = [*job.prompts, *([config.negative_prompt] if job.needs_negative else [])]
@@ -71,7 +71,7 @@ def encode(job: Job) -> Conditioning:
     if config.image is not None:
         assert job.vae is not None  # prepare() has made sure
         picture = read_picture(config.image)
-        vae = load_model(job.vae, dtype=find_dtype(config.vae_dtype, job.device), device=job.device)
+        vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
         pictures = encode_first_frame(vae, to_pixels(picture, job.geometry), job.geometry, job.image)
         del vae
         if job.image.wants_image_tokens:
@@ -119,7 +119,14 @@ def denoise(job: Job, conditioning: Conditioning) -> Tensor:
         for latents in SOLVERS[job.solver].steps(velocity, noise, job.schedule):
             advance()
     experts.release()
-    return conditioning.place_first_frame(latents).cpu()
+    latents = conditioning.place_first_frame(latents).cpu()
+    if not torch.isfinite(latents).all():
+        raise OutputError(
+            "The latents are not finite numbers.",
+            why="weights or embeddings hold such numbers, or the precision is too small for this model.",
+            fix="Try --dtype bfloat16 or float32; if it stays, the checkpoint is damaged.",
+        )
+    return latents
 
 
 def write(job: Job, latents: Tensor) -> Iterator[Sample]:
@@ -127,7 +134,7 @@ def write(job: Job, latents: Tensor) -> Iterator[Sample]:
     vae = None
     if job.config.wants_pixels:
         assert job.vae is not None  # prepare() has made sure
-        vae = load_model(job.vae, dtype=find_dtype(job.config.vae_dtype, job.device), device=job.device)
+        vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
         if job.config.vae_tiling:
             vae.enable_tiling()
     for index, sample in enumerate(latents):

@@ -12,6 +12,7 @@ from wandistiller.api import export
 from wandistiller.checkpoint import formats, proof
 from wandistiller.errors import OutputError, UsageError
 from wandistiller.models.load import load_transformer, load_vae
+from wandistiller.models.pipeline import find_pipeline
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import inspect_checkpoint
 
@@ -184,3 +185,25 @@ def test_a_folder_of_original_files(tiny_folder, tmp_path):
     written = export(model=str(source), output=tmp_path / "out")
     assert [item.path.name for item in written] == ["transformer", "transformer_2", "vae"]
     assert WanTransformer3DModel.from_pretrained(tmp_path / "out" / "transformer_2")
+    found = find_pipeline(str(tmp_path / "out"))
+    assert set(found.parts) == {"transformer", "transformer_2", "vae"}
+    assert found.boundary == 0.875
+
+
+def test_values_beyond_the_range_of_a_precision_are_not_written_as_infinite(tiny_folder, tmp_path):
+    shutil.copytree(tiny_folder / "transformer", tmp_path / "source")
+    file = tmp_path / "source" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["proj_out.weight"][0, 0] = 1e6
+    save_file(tensors, file)
+    with pytest.raises(OutputError, match=r"'proj_out\.weight' has values beyond the range of float16"):
+        export(model=str(tmp_path / "source"), output=tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_is_never_overwritten_by_its_own_export(tmp_path):
+    export(model="tiny", output=tmp_path / "pipeline")
+    for output in (tmp_path / "pipeline", tmp_path):
+        with pytest.raises(UsageError, match="holds what is to be exported"):
+            export(model=str(tmp_path / "pipeline" / "vae"), output=output, overwrite=True)
+    assert WanPipeline.from_pretrained(tmp_path / "pipeline")

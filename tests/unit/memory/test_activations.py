@@ -231,3 +231,11 @@ def test_one_policy_at_a_time(model):
     apply_policy(list(model.blocks), "full", "cpu")
     with pytest.raises(UsageError, match="already"):
         apply_policy(list(model.blocks), "full", "cpu")
+
+
+def test_a_model_with_a_policy_is_not_copied_by_mistake(model):
+    active = apply_policy(list(model.blocks), "full", "cpu")
+    with pytest.raises(UsageError, match="cannot be copied"):
+        copy.deepcopy(model)
+    active.detach()
+    copy.deepcopy(model)

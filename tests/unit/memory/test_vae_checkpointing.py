@@ -1,5 +1,8 @@
 """Checkpointing the VAE changes memory and nothing else."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers.live_bytes import LiveBytes
@@ -63,3 +66,18 @@ def test_inference_is_untouched():
         checkpointed = vae(pixels).sample
         vae.disable_gradient_checkpointing()
         assert torch.equal(vae(pixels).sample, checkpointed)
+
+
+def test_copies_are_vaes_of_their_own():
+    """An average of the weights is a copy, and must not compute with the original's."""
+    vae = WanVAE(**CONFIGS["16 channels"], gradient_checkpointing=True)
+    pixels = torch.randn(1, 3, 1, 32, 32)
+    for twin in (copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))):
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.mul_(0.5)
+            assert not torch.equal(twin(pixels).sample, vae(pixels).sample)
+        twin(pixels).sample.sum().backward()
+        assert twin.is_gradient_checkpointing
+        assert twin.decoder.conv_in.weight.grad is not None
+        assert vae.decoder.conv_in.weight.grad is None

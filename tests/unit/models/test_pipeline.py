@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.models import pipeline as pipeline_module
-from wandistiller.models.pipeline import find_pipeline
+from wandistiller.models.pipeline import find_part, find_pipeline
 
 
 def test_a_diffusers_folder(tiny_folder):
@@ -45,7 +45,6 @@ def test_original_experts(tmp_path):
         (tmp_path / name).mkdir()
     found = find_pipeline(str(tmp_path))
     assert found.part("transformer_2") == tmp_path / "low_noise_model"
-    assert found.boundary == 0.875
 
 
 def test_a_part_that_is_not_there_is_named(tmp_path):
@@ -124,3 +123,31 @@ def test_the_index_of_the_tiny_pipeline_names_diffusers_classes(tiny_folder):
     index = json.loads((tiny_folder / "model_index.json").read_text())
     assert index["transformer"] == ["diffusers", "WanTransformer3DModel"]
     assert index["vae"] == ["diffusers", "AutoencoderKLWan"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"solver_order": 3}, "solver_order = 3"),
+        ({"disable_corrector": [0, 1]}, "disable_corrector"),
+        ({"final_sigmas_type": "sigma_min"}, "final_sigmas_type"),
+        ({"use_flow_sigmas": False}, "use_flow_sigmas = False"),
+        ({"num_train_timesteps": 500}, "num_train_timesteps = 500"),
+        ({"use_karras_sigmas": True}, "use_karras_sigmas"),
+        ({"_class_name": "DPMSolverMultistepScheduler"}, "DPMSolverMultistepScheduler"),
+        ({"flow_shift": "x"}, "shift is 'x'"),
+    ],
+)
+def test_a_scheduler_that_draws_something_else_is_named(tiny_folder, tmp_path, change, message):
+    shutil.copytree(tiny_folder, tmp_path / "pipeline")
+    file = tmp_path / "pipeline" / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    found = find_pipeline(str(tmp_path / "pipeline"))
+    with pytest.raises(CheckpointError, match=message):
+        print(found.solver, found.shift)
+
+
+def test_one_part_of_whatever_a_user_points_at(tiny_folder):
+    assert find_part("tiny", "vae") == tiny_folder / "vae"
+    assert find_part(str(tiny_folder), "transformer") == tiny_folder / "transformer"
+    assert find_part(str(tiny_folder / "vae"), "vae") == tiny_folder / "vae"

@@ -39,8 +39,11 @@ def test_both_released_vaes():
     assert small["latents_std"] in list(default)
 
 
-def test_only_the_a14b_has_two_experts():
-    assert {name: size.boundary for name, size in SIZES.items() if size.boundary} == {"wan2.2-a14b": 0.875}
+def test_the_two_expert_models():
+    assert {name: size.boundary for name, size in SIZES.items() if size.boundary} == {
+        "wan2.2-a14b": 0.875,
+        "wan2.2-i2v-a14b": 0.9,
+    }
 
 
 def test_an_unknown_size_names_the_nearest():

@@ -220,3 +220,74 @@ def test_nothing_but_headers_is_read_before_loading(model, tmp_path, monkeypatch
     monkeypatch.setattr(SafetensorsWeights, "read", lambda *_: pytest.fail("a weight was read"))
     inspect_checkpoint(tmp_path)
     assert load_file(tmp_path / "diffusion_pytorch_model.safetensors")
+
+
+@pytest.mark.parametrize("index", range(0, 60, 3))
+def test_any_missing_tensor_is_an_error_that_says_so(original, tmp_path, index):
+    """Also those that the configuration is read from."""
+    names = sorted(original)
+    missing = names[index % len(names)]
+    save_file({key: value for key, value in original.items() if key != missing}, tmp_path / "wan.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks|is not a Wan"):
+        inspect_checkpoint(tmp_path / "wan.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": "3"},
+        {"patch_size": 2},
+        {"num_attention_heads": 0},
+        {"attention_head_dim": 23},
+        {"eps": "a"},
+        {"ffn_dim": None},
+    ],
+)
+def test_a_configuration_that_describes_no_model(model, tmp_path, change):
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError):
+        inspect_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("metadata", ["no json", "[1]"])
+def test_damaged_metadata(original, tmp_path, metadata):
+    save_file(original, tmp_path / "wan.safetensors", metadata={CONFIG_METADATA_KEY: metadata})
+    with pytest.raises(CheckpointError, match="damaged configuration"):
+        inspect_checkpoint(tmp_path / "wan.safetensors")
+
+
+def test_latent_statistics_of_the_wrong_length(tmp_path):
+    AutoencoderKLWan(**SIZES["tiny"].vae).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "latents_mean": [0.0] * 3}))
+    with pytest.raises(CheckpointError, match="latents_mean has 3 values for 8"):
+        inspect_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks.0.ffn.0.weight": torch.int32}, "as int32"),
+        ({"blocks.0.ffn.0.weight": torch.int8}, "as int8"),
+        ({"blocks.0.ffn.0.scale_weight": (2, 1)}, "factor of 'blocks.0.ffn.0.weight' has shape"),
+        ({"blocks.9.ffn.0.scale_weight": ()}, "factors for weights that are not there"),
+    ],
+)
+def test_storage_that_no_weight_has(original, tmp_path, changes, message):
+    tensors = dict(original)
+    for key, change in changes.items():
+        if isinstance(change, torch.dtype):
+            tensors[key] = torch.ones_like(original[key]).to(change)
+        else:
+            tensors[key] = torch.ones(change)
+    save_file(tensors, tmp_path / "wan.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        inspect_checkpoint(tmp_path / "wan.safetensors")
+
+
+def test_the_other_kind_of_wan_is_named(tmp_path, original):
+    save_file(original, tmp_path / "wan.safetensors")
+    with pytest.raises(CheckpointError, match="looks like a Wan transformer"):
+        inspect_checkpoint(tmp_path / "wan.safetensors", VAE)

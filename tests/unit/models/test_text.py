@@ -1,7 +1,9 @@
+import shutil
+
 import pytest
 import torch
 from diffusers import WanPipeline
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.models.text import encode_prompts, read_embeddings
@@ -18,7 +20,7 @@ def test_embeddings_are_those_of_diffusers(tiny_folder):
 
 
 def test_a_damaged_text_encoder_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="text encoder of"):
+    with pytest.raises(CheckpointError, match="tokenizer"):
         encode_prompts(tmp_path / "text_encoder", tmp_path / "tokenizer", ["x"], device="cpu", dtype=torch.float32)
 
 
@@ -49,3 +51,18 @@ def test_an_ambiguous_file_is_refused(tmp_path):
 def test_a_missing_file(tmp_path):
     with pytest.raises(UsageError, match="does not exist"):
         read_embeddings(tmp_path / "none.safetensors", 32)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_text_encoder_that_is_not_whole_is_refused(tiny_folder, tmp_path, damage):
+    """The library would fill what is missing with random numbers and say nothing."""
+    shutil.copytree(tiny_folder / "text_encoder", tmp_path / "text_encoder")
+    weights = tmp_path / "text_encoder" / "model.safetensors"
+    if damage == "missing":
+        tensors = load_file(weights)
+        del tensors["encoder.block.0.layer.1.DenseReluDense.wo.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+    else:
+        weights.write_bytes(weights.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="wo.weight" if damage == "missing" else "cannot be loaded"):
+        encode_prompts(tmp_path / "text_encoder", tiny_folder / "tokenizer", ["x"], device="cpu", dtype=torch.float32)

@@ -79,6 +79,8 @@ def test_a_truncated_file_is_found_from_its_header(tmp_path, keep):
         b'{"a": {"dtype": "F32", "shape": [4]}}',
         b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}}',
         b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": ["0", "16"]}}',
+        b'{"a": {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]}}',
     ],
 )
 def test_a_corrupt_header_is_an_error(tmp_path, header):
@@ -189,3 +191,22 @@ def test_a_path_that_is_not_there(tmp_path):
         open_weights(tmp_path / "none.safetensors")
     with pytest.raises(CheckpointError, match="holds no weights"):
         open_weights(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"some text", bytes(range(256)), pickle.dumps({"a": 1}, protocol=4)])
+def test_a_damaged_legacy_file_is_not_called_malicious(tmp_path, content):
+    (tmp_path / "model.pth").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"not a readable PyTorch file|no dictionary of tensors"):
+        open_weights(tmp_path / "model.pth")
+
+
+def test_an_index_that_is_a_list(tmp_path):
+    (tmp_path / "m.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is not a shard index"):
+        open_weights(tmp_path)
+
+
+def test_a_transformers_files_are_told_from_a_vae_beside_them(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "diffusion_pytorch_model.safetensors")
+    save_file({"b": torch.ones(1)}, tmp_path / "Wan2.1_VAE.safetensors")
+    assert set(open_weights(tmp_path).entries) == {"a"}
