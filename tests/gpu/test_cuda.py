@@ -118,12 +118,10 @@ COMPILED = [("full", False, True, False), ("selective", True, True, True), ("non
 
 @pytest.mark.parametrize(("policy", "to_host", "compiled", "streamed"), EAGER + COMPILED)
 def test_gradients(state, inputs, policy, to_host, compiled, streamed, monkeypatch):
+    """As close to the gradients in float32 as plain bfloat16 comes; kernels that are compiled or fused round otherwise."""
     monkeypatch.setattr(attention, "MIN_KEYS", 512)
-    reference = make(state)
-    if compiled:  # compiled kernels round otherwise, by some percent of a gradient in bfloat16
-        for block in reference.blocks:
-            block.forward = torch.compile(block.forward)
-    reference(*inputs, return_dict=False)[0].float().square().mean().backward()
+    truth = gradients_of(make(state).float(), tuple(tensor.float() for tensor in inputs))
+    plain = gradients_of(make(state), inputs)
     model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16) if streamed else make(state)
     if compiled:
         for block in model.blocks:
@@ -131,18 +129,23 @@ def test_gradients(state, inputs, policy, to_host, compiled, streamed, monkeypat
     apply_policy(list(model.blocks), policy, CUDA, to_host=to_host)
     stream = stream_blocks(model, list(model.blocks), CUDA, read=state.__getitem__, train=True) if streamed else None
     for _ in range(2):
-        model.zero_grad(set_to_none=True)
         if stream:
             stream.gradients.clear()
-        model(*inputs, return_dict=False)[0].float().square().mean().backward()
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        found = gradients_of(model, inputs)
+    if stream:
+        found |= {name: stream.gradients.of(p).to(CUDA) for name, p in model.named_parameters() if name.startswith("blocks.")}
+    for name, value in truth.items():
         if name.endswith("to_k.bias"):
             continue  # the softmax does not feel a shift of all keys, so this gradient is rounding and nothing else
-        in_block = stream is not None and name.startswith("blocks.")
-        found = stream.gradients.of(parameter).to(CUDA) if in_block else parameter.grad
-        error = (found.float() - expected.grad.float()).norm() / expected.grad.float().norm().clamp_min(1e-12)
-        assert error < 0.03, (name, error.item())
+        usual, ours = (((each[name].float() - value).norm() / value.norm()).item() for each in (plain, found))
+        assert ours < 1.5 * usual + 0.005, (name, usual, ours)
     torch._dynamo.reset()
+
+
+def gradients_of(model, inputs):
+    model.zero_grad(set_to_none=True)
+    model(*inputs, return_dict=False)[0].float().square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

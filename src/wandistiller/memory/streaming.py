@@ -24,10 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from wandistiller.errors import UsageError
 from wandistiller.memory.attached import attach_mark, remove_mark
 from wandistiller.memory.block_store import BlockStore, HostStore, QuantisedStore
+from wandistiller.memory.disk_store import DiskStore
 from wandistiller.memory.gradients import GradientTaker, HostGradients
 from wandistiller.memory.host import HostBudget
 from wandistiller.memory.lanes import Lane, Ticket, lane_for
 from wandistiller.memory.layout import BlockLayout, Member, lay_out, named_tensors
+from wandistiller.models.weight_files import Entry
 
 ReadTensor = Callable[[str], Tensor]
 """Gives a tensor of the model by its full name, in host memory."""
@@ -179,8 +181,8 @@ class BlockStream:
             self._hooks.append(hook)
 
     def _move_to_host(self) -> None:
-        if isinstance(self.store, QuantisedStore):
-            raise UsageError("Weights stored in 8 bits cannot be trained.", fix="Stream them without quantising.")
+        if not isinstance(self.store, HostStore):
+            raise UsageError("Weights in 8 bits or on disk cannot be trained.", fix="Stream them from host memory as they are.")
         for position, layout in enumerate(self.layouts):
             values = self.store.views(position)
             for member in layout.members:
@@ -242,7 +244,7 @@ def stream_blocks(
     num_slots: int = 2,
     resident: int = 0,
     read: ReadTensor | None = None,
-    store: Callable[[Sequence[BlockLayout], Callable[[int, Member], Tensor]], BlockStore] | None = None,
+    locate: Callable[[str], Entry | None] | None = None,
     quantise: bool = False,
     budget: HostBudget | None = None,
     train: bool = False,
@@ -253,7 +255,8 @@ def stream_blocks(
 
     ``resident`` of the blocks, spread evenly, stay on the device, and so do the trained adapters of frozen blocks. With
     ``train`` whole blocks are trained: their gradients leave for the host as soon as they are complete, into ``gradients`` or
-    to ``on_gradient``. ``store`` builds another place for blocks than host memory.
+    to ``on_gradient``. With ``locate``, which says where a tensor lies in the user's files as it is used, blocks are read
+    from there when they are needed, and ``read`` is asked for those tensors only that have to be converted.
     """
     device = torch.device(device)
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
@@ -276,12 +279,21 @@ def stream_blocks(
             layout = lay_out(sorted(tensors, key=lambda item: not is_packed[item[0]]))
         stream.layouts.append(layout)
 
-    def read_member(index: int, member: Member) -> Tensor:
-        value = member.tensor.data if read is None else read(names[id(member.tensor)])
-        return value if member.tensor.is_meta else _released(member.tensor, value)
+    # Remembered by the members' own identity, which stays when a tensor on the meta device becomes a real one.
+    full_names = {id(member): names[id(member.tensor)] for layout in stream.layouts for member in layout.members}
 
-    if store is not None:
-        stream.store = store(stream.layouts, read_member)
+    def member_name(member: Member) -> str:
+        return full_names[id(member)]
+
+    def read_member(index: int, member: Member) -> Tensor:
+        value = member.tensor.data if read is None else read(member_name(member))
+        return value if member.tensor.is_meta or read is not None else _released(member.tensor, value)
+
+    if locate is not None:
+        if train or read is None:
+            raise UsageError("Blocks on disk are read, not trained.", fix="Keep trained weights in host memory.")
+        find = lambda index, member: locate(member_name(member))  # noqa: E731
+        stream.store = DiskStore(stream.layouts, read_member, device, find, lane=lane)
     else:
         stream.store = (QuantisedStore if quantise else HostStore)(stream.layouts, read_member, device, budget)
     _make_ring(stream)

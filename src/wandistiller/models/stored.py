@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from wandistiller.errors import CheckpointError, shortened
 from wandistiller.models import transformer_keys, vae_keys
-from wandistiller.models.weight_files import Weights, open_weights
+from wandistiller.models.weight_files import Entry, SafetensorsWeights, Weights, open_weights
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,13 @@ class StoredModel:
     def read_for(self, key: str, dtype: torch.dtype | None) -> Tensor:
         """Return one tensor as a model in ``dtype`` has it: in float32 where Wan keeps that; None for what is stored."""
         return self.read(key, torch.float32 if stays_in_float32(self.architecture.model_class, key) else dtype)
+
+    def locate(self, key: str, dtype: torch.dtype | None) -> Entry | None:
+        """Return where a tensor's bytes lie as ``read_for`` gives them; None where it has to be converted."""
+        entry = self.weights.entries[self.names[key]]
+        wanted = torch.float32 if stays_in_float32(self.architecture.model_class, key) else dtype or entry.dtype
+        is_as_used = entry.dtype == wanted and key not in self.scales and isinstance(self.weights, SafetensorsWeights)
+        return entry if is_as_used else None
 
     def stored_dtype(self, key: str) -> torch.dtype:
         """Return the dtype that ``read`` gives when asked for none."""

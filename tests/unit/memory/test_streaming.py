@@ -1,6 +1,8 @@
 """Streamed blocks compute what resident ones do, in any order of copies that the tickets allow."""
 
 import copy
+import os
+import shutil
 import threading
 
 import pytest
@@ -8,9 +10,12 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
-from wandistiller.errors import UsageError
+from wandistiller.api import export
+from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.memory.lanes import ImmediateLane
 from wandistiller.memory.streaming import blocks_to_keep, spread_evenly, stream_blocks
+from wandistiller.models.load import load_model
+from wandistiller.models.stored import build_empty, inspect_checkpoint
 
 
 class LateLane:
@@ -297,7 +302,7 @@ def test_as_many_residents_as_the_bus_needs(copy_seconds, compute_seconds, room,
 
 
 def test_a_model_on_the_meta_device_never_passes_through_the_device(model, inputs, tiny_folder):
-    from wandistiller.models.stored import TRANSFORMER, build_empty
+    from wandistiller.models.stored import TRANSFORMER
 
     expected = run(model, inputs)
     state = model.state_dict()
@@ -408,3 +413,53 @@ def test_a_streamed_model_is_not_copied_by_mistake(model):
         copy.deepcopy(model)
     stream.detach()
     copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dialect", ["diffusers", "comfyui"])
+@pytest.mark.parametrize("lane", [ImmediateLane, LateLane])
+def test_blocks_straight_from_the_users_files(tiny_folder, tmp_path, inputs, dtype, dialect, lane):
+    """In place where the file has them as they are used, converted where not; host memory for a few blocks alone."""
+    path = tiny_folder / "transformer"
+    if dialect == "comfyui":
+        export(model=str(path), output=tmp_path / "t.safetensors", format="comfyui", dtype="bfloat16")
+        path = tmp_path / "t.safetensors"
+    stored = inspect_checkpoint(path)
+    inputs = tuple(tensor.to(dtype) for tensor in inputs)
+    expected = run(load_model(stored, dtype=dtype), inputs)
+    model = build_empty(stored.architecture, stored.config, dtype=dtype)
+    stream = stream_blocks(
+        model,
+        list(model.blocks),
+        "cpu",
+        read=lambda key: stored.read_for(key, dtype),
+        locate=lambda key: stored.locate(key, dtype),
+        lane=lane(),
+    )
+    for _ in range(4):
+        assert torch.equal(run(model, inputs), expected)
+    assert stream.store.host_bytes == 4 * max(layout.num_bytes for layout in stream.layouts)
+    stream.detach()
+    assert torch.equal(run(model, inputs), expected)
+
+
+def test_a_file_that_shrinks_while_it_is_streamed_is_named(tiny_folder, tmp_path, inputs):
+    shutil.copytree(tiny_folder / "transformer", tmp_path / "t")
+    stored = inspect_checkpoint(tmp_path / "t")
+    model = build_empty(stored.architecture, stored.config)
+    stream_blocks(
+        model,
+        list(model.blocks),
+        "cpu",
+        read=lambda key: stored.read_for(key, None),
+        locate=lambda key: stored.locate(key, None),
+    )
+    file = tmp_path / "t" / "diffusion_pytorch_model.safetensors"
+    os.truncate(file, file.stat().st_size // 3)
+    with pytest.raises(CheckpointError, match="ends inside tensor"):
+        run(model, inputs)
+
+
+def test_blocks_on_disk_are_not_trained(model):
+    with pytest.raises(UsageError, match="read, not trained"):
+        stream_blocks(model, list(model.blocks), "cpu", read=lambda key: None, locate=lambda key: None, train=True)
