@@ -341,7 +341,7 @@ def _make_ring(stream: BlockStream) -> None:
     for position, layout in enumerate(stream.layouts):
         landing = stream.slots[position % stream.num_slots].landing
         for member in layout.members:
-            _bind(member.tensor, member.view(landing if stream.unpacked is None else stream.unpacked))
+            bind(member.tensor, member.view(landing if stream.unpacked is None else stream.unpacked))
 
 
 def _keep_the_rest_on_device(stream: BlockStream, taken: set[int], names: dict[int, str], read: ReadTensor | None) -> None:
@@ -350,11 +350,11 @@ def _keep_the_rest_on_device(stream: BlockStream, taken: set[int], names: dict[i
             continue
         home = torch.device("cpu") if tensor.is_meta else tensor.device
         value = read(name) if tensor.is_meta and read is not None else tensor.data
-        _bind(tensor, value.to(stream.device))
+        bind(tensor, value.to(stream.device))
         stream._outside.append((tensor, home))
 
 
-def _bind(tensor: Tensor, value: Tensor) -> None:
+def bind(tensor: Tensor, value: Tensor) -> None:
     """Let a tensor that modules hold have other values; one on the meta device changes its kind, not its identity."""
     if not tensor.is_meta:
         tensor.data = value

@@ -1,0 +1,281 @@
+"""Placements: where a role's weights live, predicted in bytes and then done.
+
+A placement says beforehand what it takes on each device, in host memory (page-locked apart) and on disk; attaches to a model
+that is loaded or still on the meta device; and returns something that undoes it. What the weights were chosen to spare never
+holds the whole model, not even while loading. Variants register themselves by name; one contract test runs over all of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from wandistiller.errors import UsageError, nearest
+from wandistiller.memory.block_store import QuantisedStore
+from wandistiller.memory.host import HostBudget
+from wandistiller.memory.layout import BlockLayout, align, lay_out, named_tensors
+from wandistiller.memory.streaming import ReadTensor, bind, spread_evenly, stream_blocks
+from wandistiller.models.weight_files import Entry
+from wandistiller.units import Bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to be placed: loaded in host memory, or on the meta device with ways to get its tensors by name."""
+
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    read: ReadTensor | None = None
+    locate: Callable[[str], Entry | None] | None = None
+    """Where a tensor lies in the user's files as it is used; None for one that has to be converted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes that a placement takes, by where."""
+
+    device: Bytes = field(default_factory=lambda: Bytes(0))
+    host: Bytes = field(default_factory=lambda: Bytes(0))
+    """In ordinary host memory."""
+    page_locked: Bytes = field(default_factory=lambda: Bytes(0))
+    disk: Bytes = field(default_factory=lambda: Bytes(0))
+    """In files that have to stay where they are."""
+
+
+@dataclass
+class Placed:
+    """A model where it was put; ``detach`` brings its weights back into ordinary host memory and leaves no trace."""
+
+    footprint: Footprint
+    detach: Callable[[], None]
+
+
+class Placement(ABC):
+    """One way for weights to live."""
+
+    @abstractmethod
+    def predict(self, subject: Subject, device: torch.device) -> Footprint:
+        """Return what attaching will take, from shapes alone."""
+
+    @abstractmethod
+    def attach(self, subject: Subject, device: torch.device) -> Placed:
+        """Put the weights where they belong."""
+
+
+PLACEMENTS: dict[str, type[Placement]] = {}
+
+
+def register_placement(name: str) -> Callable[[type[Placement]], type[Placement]]:
+    """Make a placement available under ``name``."""
+
+    def register(placement: type[Placement]) -> type[Placement]:
+        PLACEMENTS[name] = placement
+        return placement
+
+    return register
+
+
+def find_placement(name: str, **options: Any) -> Placement:
+    """Return a placement by name with its options."""
+    if name not in PLACEMENTS:
+        raise UsageError(f"There is no placement '{name}'{nearest(name, PLACEMENTS)}", fix=f"Use {', '.join(PLACEMENTS)}.")
+    return PLACEMENTS[name](**options)
+
+
+@register_placement("gpu")
+class OnDevice(Placement):
+    """All weights on the device."""
+
+    def predict(self, subject: Subject, device: torch.device) -> Footprint:
+        return Footprint(device=Bytes(_total(named_tensors(subject.model))))
+
+    def attach(self, subject: Subject, device: torch.device) -> Placed:
+        _move(subject, device)
+        return Placed(self.predict(subject, device), lambda: _move(subject, torch.device("cpu")))
+
+
+@register_placement("cpu")
+class OnHost(Placement):
+    """All weights in host memory, and the CPU computes; inputs and outputs travel.
+
+    Weights that lie in the user's files as they are used are mapped from there: all processes of a machine share one copy.
+    """
+
+    def predict(self, subject: Subject, device: torch.device) -> Footprint:
+        tensors = named_tensors(subject.model)
+        mapped = [item for item in tensors if subject.locate is not None and subject.locate(item[0]) is not None]
+        return Footprint(host=Bytes(_total(tensors)), disk=Bytes(_total(mapped)))
+
+    def attach(self, subject: Subject, device: torch.device) -> Placed:
+        cpu = torch.device("cpu")
+        footprint = self.predict(subject, device)
+        _move(subject, cpu)
+        dtype = _main_dtype(subject.model)
+
+        def inward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return tree_map(lambda value: _send(value, cpu, dtype), (args, kwargs))
+
+        def outward(module: nn.Module, args: Any, output: Any) -> Any:
+            return tree_map(lambda value: _send(value, device, None), output)
+
+        hooks = [
+            subject.model.register_forward_pre_hook(inward, with_kwargs=True),
+            subject.model.register_forward_hook(outward),
+        ]
+
+        def detach() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return Placed(footprint, detach)
+
+
+@register_placement("offload")
+@dataclass(frozen=True, kw_only=True)
+class Streamed(Placement):
+    """Blocks in page-locked host memory, streamed to the device ahead of their use."""
+
+    num_slots: int = 2
+    resident: int = 0
+    """Blocks that stay on the device, spread evenly."""
+    quantise: bool = False
+    """Keep matrices in 8 bits; for frozen roles."""
+    train: bool = False
+    """Train whole blocks; their gradients go to host memory."""
+    max_page_locked: Bytes | None = None
+    """Most that may be page-locked; the rest stays pageable and copies slower."""
+
+    def predict(self, subject: Subject, device: torch.device) -> Footprint:
+        plan = _StreamPlan(subject, self.num_slots, self.resident, self.quantise)
+        host = sum(_pages(plan.stored_bytes(layout)) for layout in plan.layouts)
+        locked = host if device.type == "cuda" else 0
+        if self.max_page_locked is not None:
+            locked = min(locked, self.max_page_locked)
+        return Footprint(device=Bytes(plan.device_bytes), host=Bytes(host - locked), page_locked=Bytes(locked))
+
+    def attach(self, subject: Subject, device: torch.device) -> Placed:
+        footprint = self.predict(subject, device)
+        stream = stream_blocks(
+            subject.model,
+            subject.blocks,
+            device,
+            num_slots=self.num_slots,
+            resident=self.resident,
+            read=subject.read,
+            quantise=self.quantise,
+            budget=HostBudget(self.max_page_locked),
+            train=self.train,
+        )
+        return Placed(footprint, stream.detach)
+
+
+@register_placement("disk")
+@dataclass(frozen=True, kw_only=True)
+class FromDisk(Placement):
+    """Blocks in the user's own files, read ahead and streamed to the device; host memory for a few blocks."""
+
+    num_slots: int = 2
+    resident: int = 0
+
+    def predict(self, subject: Subject, device: torch.device) -> Footprint:
+        plan = _StreamPlan(subject, self.num_slots, self.resident, quantise=False)
+        buffers = 4 * _pages(max((layout.num_bytes for layout in plan.layouts), default=0))
+        locked = buffers if device.type == "cuda" else 0
+        return Footprint(
+            device=Bytes(plan.device_bytes),
+            host=Bytes(buffers - locked),
+            page_locked=Bytes(locked),
+            disk=Bytes(sum(layout.num_bytes for layout in plan.layouts)),
+        )
+
+    def attach(self, subject: Subject, device: torch.device) -> Placed:
+        if subject.read is None or subject.locate is None:
+            raise UsageError("Only a model that is not loaded yet can be streamed from disk.", fix="Point to its files.")
+        footprint = self.predict(subject, device)
+        stream = stream_blocks(
+            subject.model,
+            subject.blocks,
+            device,
+            num_slots=self.num_slots,
+            resident=self.resident,
+            read=subject.read,
+            locate=subject.locate,
+        )
+        return Placed(footprint, stream.detach)
+
+
+class _StreamPlan:
+    """The layouts that streaming would make, from shapes alone."""
+
+    def __init__(self, subject: Subject, num_slots: int, resident: int, quantise: bool) -> None:
+        kept = spread_evenly(len(subject.blocks), resident)
+        streamed = [block for index, block in enumerate(subject.blocks) if index not in kept]
+        self.layouts: list[BlockLayout] = [lay_out(named_tensors(block)) for block in streamed]
+        self._quantise = quantise
+        inside = {id(member.tensor) for layout in self.layouts for member in layout.members}
+        outside = _total([item for item in named_tensors(subject.model) if id(item[1]) not in inside])
+        largest = max((layout.num_bytes for layout in self.layouts), default=0)
+        arriving = max((self.stored_bytes(layout) for layout in self.layouts), default=0)
+        slots = min(num_slots, max(len(streamed), 1))
+        self.device_bytes = outside + slots * arriving + (largest if quantise else 0)
+
+    def stored_bytes(self, layout: BlockLayout) -> int:
+        """Return what a block takes where it lives."""
+        if not self._quantise:
+            return layout.num_bytes
+        count = sum(member.shape.numel() for member in layout.members if QuantisedStore.is_packed(member))
+        return align(count) + align(2 * (count // QuantisedStore.GROUP)) + layout.num_bytes - 2 * count
+
+
+def _move(subject: Subject, device: torch.device) -> None:
+    """Give every tensor its values on a device, one at a time; on the CPU, mapped from the user's files where they allow."""
+    maps: dict[str, Tensor] = {}
+    for name, tensor in named_tensors(subject.model):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+            continue
+        assert subject.read is not None
+        entry = subject.locate(name) if subject.locate is not None and device.type == "cpu" else None
+        value = _mapped(entry, maps) if entry is not None else None
+        bind(tensor, subject.read(name).to(device) if value is None else value)
+
+
+def _mapped(entry: Entry, maps: dict[str, Tensor]) -> Tensor | None:
+    """Return a tensor that is a piece of its file; None where it does not lie at a multiple of its dtype's size."""
+    if entry.offset % entry.dtype.itemsize or not entry.num_bytes:
+        return None
+    file = str(entry.file)
+    if file not in maps:
+        size = entry.file.stat().st_size
+        # Private: what is read is shared with every process that maps the file, what would be written is not.
+        maps[file] = torch.from_file(file, shared=False, size=size, dtype=torch.uint8)
+    return maps[file][entry.offset : entry.offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
+
+
+def _send(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype if value.is_floating_point() and dtype is not None and value.ndim > 1 else value.dtype)
+
+
+def _main_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype that most of the weights are in."""
+    totals: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.nbytes
+    return max(totals, key=lambda dtype: totals[dtype])
+
+
+def _total(tensors: Sequence[tuple[str, Tensor]]) -> int:
+    return sum(tensor.numel() * tensor.dtype.itemsize for _, tensor in tensors)
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

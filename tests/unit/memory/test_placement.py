@@ -1,0 +1,125 @@
+"""One contract for every placement: the same output as on the device, bytes as predicted, and detaching restores."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from wandistiller.errors import UsageError
+from wandistiller.memory.placement import PLACEMENTS, Subject, find_placement
+from wandistiller.models.load import load_model
+from wandistiller.models.sizes import SIZES
+from wandistiller.models.stored import build_empty, inspect_checkpoint
+
+CPU = torch.device("cpu")
+OPTIONS = {
+    "gpu": [{}],
+    "cpu": [{}],
+    "offload": [{}, {"num_slots": 3}, {"resident": 2}],
+    "disk": [{}, {"resident": 1}],
+}
+CASES = [(name, options) for name, variants in OPTIONS.items() for options in variants]
+
+
+def test_every_placement_is_under_the_contract():
+    assert set(OPTIONS) == set(PLACEMENTS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("wan")
+    WanTransformer3DModel(**{**SIZES["tiny"].transformer, "num_layers": 5}).to(torch.bfloat16).save_pretrained(folder)
+    return inspect_checkpoint(folder)
+
+
+def empty(stored):
+    model = build_empty(stored.architecture, stored.config, dtype=torch.bfloat16)
+    return Subject(
+        model=model,
+        blocks=list(model.blocks),
+        read=lambda name: stored.read_for(name, torch.bfloat16) if name in stored.names else None,
+        locate=lambda name: stored.locate(name, torch.bfloat16) if name in stored.names else None,
+    )
+
+
+def inputs():
+    torch.manual_seed(1)
+    options = {"dtype": torch.bfloat16}
+    return torch.randn(1, 8, 1, 8, 8, **options), torch.tensor([300.0]), torch.randn(1, 4, 32, **options)
+
+
+@torch.no_grad()
+def run(model):
+    return model(*inputs(), return_dict=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_loaded"),
+    [(*case, False) for case in CASES] + [(*case, True) for case in CASES if case[0] != "disk"],
+)
+def test_the_contract(checkpoint, name, options, is_loaded):
+    expected_model = load_model(checkpoint, dtype=torch.bfloat16)
+    expected, state = run(expected_model), expected_model.state_dict()
+    subject = empty(checkpoint)
+    if is_loaded:
+        model = load_model(checkpoint, dtype=torch.bfloat16)
+        subject = Subject(model=model, blocks=list(model.blocks))
+    placement = find_placement(name, **options)
+    predicted = placement.predict(subject, CPU)
+    placed = placement.attach(subject, CPU)
+    assert placed.footprint == predicted
+    for _ in range(2):
+        assert torch.equal(run(subject.model), expected)
+    placed.detach()
+    assert torch.equal(run(subject.model), expected)
+    assert all(torch.equal(value, state[key]) for key, value in subject.model.state_dict().items())
+    hooks = [module for module in subject.model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert not hooks
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+def test_the_predicted_bytes_are_those_that_are_taken(checkpoint, quantise):
+    from wandistiller.memory.streaming import stream_blocks
+
+    subject = empty(checkpoint)
+    predicted = find_placement("offload", quantise=quantise).predict(subject, CPU)
+    stream = stream_blocks(subject.model, subject.blocks, CPU, read=subject.read, quantise=quantise)
+    assert stream.device_bytes == predicted.device
+    # Rounded up to whole pages, block by block.
+    assert stream.store.host_bytes <= predicted.host + predicted.page_locked < stream.store.host_bytes + 5 * 4096
+
+
+def test_predictions_by_hand(checkpoint):
+    """From the shapes: all tensors, two blocks and what is in none, four blocks of buffers."""
+    subject = empty(checkpoint)
+    total = sum(t.numel() * t.element_size() for t in (*subject.model.parameters(), *subject.model.buffers()))
+    assert find_placement("gpu").predict(subject, CPU).device == total
+    block = sum(-(-p.numel() * p.element_size() // 256) * 256 for p in subject.blocks[0].parameters())
+    inside = sum(p.numel() * p.element_size() for p in nn.ModuleList(subject.blocks).parameters())
+    assert find_placement("offload").predict(subject, CPU).device == 2 * block + total - inside
+    on_disk = find_placement("disk").predict(subject, torch.device("cuda"))
+    assert on_disk.page_locked == 4 * -(-block // 4096) * 4096
+    assert on_disk.disk == 5 * block
+    locked = find_placement("offload").predict(subject, torch.device("cuda")).page_locked
+    assert locked <= 1.03 * 5 * block + 5 * 4096
+
+
+def test_weights_on_the_cpu_are_pieces_of_the_users_file(checkpoint):
+    subject = empty(checkpoint)
+    placed = find_placement("cpu").attach(subject, CPU)
+    weight = subject.blocks[0].ffn.net[0].proj.weight
+    file = checkpoint.weights.entries[checkpoint.names["blocks.0.ffn.net.0.proj.weight"]].file
+    assert weight.untyped_storage().nbytes() == file.stat().st_size
+    assert placed.footprint.disk > 0
+
+
+def test_a_loaded_model_is_not_on_disk(checkpoint):
+    model = load_model(checkpoint)
+    with pytest.raises(UsageError, match="not loaded yet"):
+        find_placement("disk").attach(Subject(model=model, blocks=list(model.blocks)), CPU)
+
+
+def test_an_unknown_placement():
+    with pytest.raises(UsageError, match="did you mean 'offload'"):
+        find_placement("offlaod")
