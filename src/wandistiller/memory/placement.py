@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,18 @@ class Subject:
 class Footprint:
     """Bytes that a placement takes, by where."""
 
-    device: Bytes = field(default_factory=lambda: Bytes(0))
+    devices: Mapping[str, Bytes] = field(default_factory=dict)
+    """On each device, by its name."""
     host: Bytes = field(default_factory=lambda: Bytes(0))
     """In ordinary host memory."""
     page_locked: Bytes = field(default_factory=lambda: Bytes(0))
     disk: Bytes = field(default_factory=lambda: Bytes(0))
     """In files that have to stay where they are."""
+
+    @property
+    def device(self) -> Bytes:
+        """On all devices together."""
+        return sum(self.devices.values(), Bytes(0))
 
 
 @dataclass
@@ -94,7 +100,7 @@ class OnDevice(Placement):
     """All weights on the device."""
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
-        return Footprint(device=Bytes(_total(named_tensors(subject.model))))
+        return Footprint(devices={str(device): Bytes(_total(named_tensors(subject.model)))})
 
     def attach(self, subject: Subject, device: torch.device) -> Placed:
         _move(subject, device)
@@ -158,7 +164,7 @@ class Streamed(Placement):
         locked = host if device.type == "cuda" else 0
         if self.max_page_locked is not None:
             locked = min(locked, self.max_page_locked)
-        return Footprint(device=Bytes(plan.device_bytes), host=Bytes(host - locked), page_locked=Bytes(locked))
+        return Footprint(devices={str(device): Bytes(plan.device_bytes)}, host=Bytes(host - locked), page_locked=Bytes(locked))
 
     def attach(self, subject: Subject, device: torch.device) -> Placed:
         footprint = self.predict(subject, device)
@@ -189,7 +195,7 @@ class FromDisk(Placement):
         buffers = 4 * _pages(max((layout.num_bytes for layout in plan.layouts), default=0))
         locked = buffers if device.type == "cuda" else 0
         return Footprint(
-            device=Bytes(plan.device_bytes),
+            devices={str(device): Bytes(plan.device_bytes)},
             host=Bytes(buffers - locked),
             page_locked=Bytes(locked),
             disk=Bytes(sum(layout.num_bytes for layout in plan.layouts)),

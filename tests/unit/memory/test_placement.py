@@ -6,6 +6,7 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 
 from wandistiller.errors import UsageError
+from wandistiller.memory.device_map import read_device_map
 from wandistiller.memory.placement import PLACEMENTS, Subject, find_placement
 from wandistiller.models.load import load_model
 from wandistiller.models.sizes import SIZES
@@ -17,6 +18,9 @@ OPTIONS = {
     "cpu": [{}],
     "offload": [{}, {"num_slots": 3}, {"resident": 2}],
     "disk": [{}, {"resident": 1}],
+    "balanced": [{}],
+    "sequential": [{}],
+    "custom": [{"map": {"": "cpu"}}, {"map": {"": "cpu", "blocks": {"1": "disk", "3": "disk"}}}],
 }
 CASES = [(name, options) for name, variants in OPTIONS.items() for options in variants]
 
@@ -56,7 +60,7 @@ def run(model):
 
 @pytest.mark.parametrize(
     ("name", "options", "is_loaded"),
-    [(*case, False) for case in CASES] + [(*case, True) for case in CASES if case[0] != "disk"],
+    [(*case, False) for case in CASES] + [(*case, True) for case in CASES if "disk" not in str(case)],
 )
 def test_the_contract(checkpoint, name, options, is_loaded):
     expected_model = load_model(checkpoint, dtype=torch.bfloat16)
@@ -118,6 +122,51 @@ def test_a_loaded_model_is_not_on_disk(checkpoint):
     model = load_model(checkpoint)
     with pytest.raises(UsageError, match="not loaded yet"):
         find_placement("disk").attach(Subject(model=model, blocks=list(model.blocks)), CPU)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"": "cpu", "blocks.9": "cpu"}, "names 'blocks.9', which this model has not"),
+        ({"blocks": "cpu"}, "leaves out"),
+        ({"": 7}, "on 7, which is not there"),
+        ({"": "cuda:9"}, "'cuda:9', which is not there"),
+        ({"": "tape"}, "'tape', which is not there"),
+    ],
+)
+def test_a_wrong_device_map_is_found_before_anything_is_loaded(checkpoint, content, message):
+    subject = empty(checkpoint)
+    with pytest.raises(UsageError, match=message):
+        find_placement("custom", map=content).attach(subject, CPU)
+    assert all(parameter.is_meta for parameter in subject.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("flat.json", '{"": "cpu", "blocks.1": "disk"}'),
+        ("nested.json", '{"": "cpu", "blocks": {"1": "disk"}}'),
+        ("nested.toml", '"" = "cpu"\n[blocks]\n1 = "disk"'),
+    ],
+)
+def test_device_maps_from_files(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert read_device_map(tmp_path / name) == {"": "cpu", "blocks.1": "disk"}
+
+
+def test_an_unreadable_device_map(tmp_path):
+    (tmp_path / "map.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_device_map(tmp_path / "map.json")
+
+
+def test_the_bytes_of_a_device_map(checkpoint):
+    subject = empty(checkpoint)
+    found = find_placement("custom", map={"": "cpu", "blocks.1": "disk"}).predict(subject, CPU)
+    # What Wan keeps in float32 is stored in bfloat16 here, so it is converted once and kept in host memory.
+    as_stored = [p for p in subject.blocks[1].parameters() if p.dtype == torch.bfloat16]
+    assert found.disk == sum(p.numel() * p.element_size() for p in as_stored)
+    assert found.host + found.disk == find_placement("gpu").predict(subject, CPU).device
 
 
 def test_an_unknown_placement():

@@ -1,0 +1,228 @@
+"""Placements by device map: parts of a model on several GPUs, on the CPU and on disk, through accelerate.
+
+``balanced`` spreads the blocks evenly over the GPUs, ``sequential`` fills one after the other, ``custom`` takes a map from a
+file. A map names modules, flat (``"blocks.0": "cpu"``) or nested (``[blocks] 0 = "cpu"``), and says for each a GPU's number,
+``cpu`` or ``disk``. What is wrong with a map is said before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.hooks import remove_hook_from_submodules
+from accelerate.utils import get_balanced_memory, get_max_memory
+from torch import Tensor, nn
+
+from wandistiller.errors import UsageError, nearest, shortened
+from wandistiller.memory.layout import named_tensors
+from wandistiller.memory.placement import Footprint, Placed, Placement, Subject, register_placement
+from wandistiller.memory.streaming import bind
+from wandistiller.units import Bytes
+
+DeviceMap = dict[str, str | int]
+_ELSEWHERE = ("cpu", "disk")
+
+
+class ByDeviceMap(Placement):
+    """What the three have in common: a map, and accelerate's hooks that follow it."""
+
+    def device_map(self, subject: Subject) -> DeviceMap:
+        """Return the device of each part."""
+        raise NotImplementedError
+
+    def predict(self, subject: Subject, device: torch.device) -> Footprint:
+        return _footprint(subject, self.device_map(subject))
+
+    def attach(self, subject: Subject, device: torch.device) -> Placed:
+        device_map = self.device_map(subject)
+        check_device_map(device_map, subject.model)
+        device_map = _without_overlaps(subject.model, device_map)
+        footprint = _footprint(subject, device_map)
+        on_host, on_disk = _load(subject, device_map)
+        dispatch_model(subject.model, device_map, state_dict=on_host or None, offload_index=on_disk or None, force_hooks=True)
+        return Placed(footprint, lambda: _undo(subject))
+
+
+@register_placement("balanced")
+@dataclass(frozen=True, kw_only=True)
+class Balanced(ByDeviceMap):
+    """Blocks spread evenly over the GPUs, the rest of them on the CPU where there is no room."""
+
+    max_memory: Mapping[int | str, int] | None = None
+    """Most bytes for each GPU (by number) and for ``cpu``; what is free, if not given."""
+
+    def device_map(self, subject: Subject) -> DeviceMap:
+        unsplit = _unsplit(subject)
+        limits = get_balanced_memory(subject.model, max_memory=_limits(self.max_memory), no_split_module_classes=unsplit)
+        return dict(infer_auto_device_map(subject.model, max_memory=limits, no_split_module_classes=unsplit))
+
+
+@register_placement("sequential")
+@dataclass(frozen=True, kw_only=True)
+class Sequential(ByDeviceMap):
+    """One GPU after the other filled, then the CPU."""
+
+    max_memory: Mapping[int | str, int] | None = None
+
+    def device_map(self, subject: Subject) -> DeviceMap:
+        limits = get_max_memory(_limits(self.max_memory))
+        return dict(infer_auto_device_map(subject.model, max_memory=limits, no_split_module_classes=_unsplit(subject)))
+
+
+@register_placement("custom")
+@dataclass(frozen=True, kw_only=True)
+class Custom(ByDeviceMap):
+    """A map from a JSON or TOML file, or given as it is."""
+
+    map: Path | Mapping[str, Any]
+
+    def device_map(self, subject: Subject) -> DeviceMap:
+        found = read_device_map(self.map) if isinstance(self.map, Path) else flatten_device_map(self.map)
+        check_device_map(found, subject.model)
+        return found
+
+
+def read_device_map(path: Path) -> DeviceMap:
+    """Read a map from a file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"The device map {path} cannot be read.", why=str(error), fix="Write JSON or TOML.") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"The device map {path} is not a table.", fix='Write {"module": "cpu", ...}.')
+    return flatten_device_map(content)
+
+
+def flatten_device_map(content: Mapping[str, Any], prefix: str = "") -> DeviceMap:
+    """Turn a nested map into one of full module names."""
+    flat: DeviceMap = {}
+    for key, value in content.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            flat |= flatten_device_map(value, name)
+        else:
+            flat[name] = value
+    return flat
+
+
+def check_device_map(device_map: DeviceMap, model: nn.Module) -> None:
+    """Raise ``UsageError`` for a module that is not there, a tensor that is left out, or a device that is absent."""
+    parts = {name for name, _ in model.named_modules()} | {name for name, _ in named_tensors(model)}
+    for name, device in device_map.items():
+        if name not in parts:
+            raise UsageError(f"The device map names '{name}', which this model has not{nearest(name, parts)}")
+        if not _is_there(device):
+            count = torch.cuda.device_count()
+            raise UsageError(
+                f"The device map puts '{name}' on {device!r}, which is not there.",
+                why=f"this machine has {count} GPU{'' if count == 1 else 's'}, cpu and disk.",
+                fix="Use a GPU's number, cpu or disk.",
+            )
+    left_out = [name for name, _ in named_tensors(model) if name in model.state_dict() and _device_of(name, device_map) is None]
+    if left_out:
+        raise UsageError(
+            f"The device map leaves out {len(left_out)} tensors: {shortened(left_out)}.",
+            fix='Name their modules, or everything else with "".',
+        )
+
+
+def _is_there(device: str | int) -> bool:
+    if device in _ELSEWHERE:
+        return True
+    if isinstance(device, int) and not isinstance(device, bool):
+        return 0 <= device < torch.cuda.device_count()
+    if isinstance(device, str) and device.startswith("cuda"):
+        return int(device.partition(":")[2] or 0) < torch.cuda.device_count()
+    return False
+
+
+def _device_of(name: str, device_map: DeviceMap) -> str | int | None:
+    """Return the device of the longest part of a name that the map has."""
+    pieces = name.split(".")
+    for length in range(len(pieces), -1, -1):
+        part = ".".join(pieces[:length])
+        if part in device_map:
+            return device_map[part]
+    return None
+
+
+def _without_overlaps(model: nn.Module, device_map: DeviceMap) -> DeviceMap:
+    """Return the same map with no part inside of another, as accelerate wants it."""
+    result: DeviceMap = {}
+
+    def walk(name: str, module: nn.Module) -> None:
+        inside = [f"{name}.{part}" if name else part for part, _ in named_tensors(module)]
+        places = {_device_of(part, device_map) or "cpu" for part in inside}
+        if len(places) == 1:
+            result[name] = places.pop()
+            return
+        for part, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            full = f"{name}.{part}" if name else part
+            result[full] = _device_of(full, device_map) or "cpu"
+        for part, child in module.named_children():
+            walk(f"{name}.{part}" if name else part, child)
+
+    walk("", model)
+    return result
+
+
+def _limits(max_memory: Mapping[int | str, int] | None) -> dict[int | str, int] | None:
+    return None if max_memory is None else dict(max_memory)
+
+
+def _unsplit(subject: Subject) -> list[str]:
+    return sorted({type(block).__name__ for block in subject.blocks})
+
+
+def _footprint(subject: Subject, device_map: DeviceMap) -> Footprint:
+    totals: dict[str, int] = {}
+    for name, tensor in named_tensors(subject.model):
+        place = _device_of(name, device_map)
+        if place == "disk" and (subject.locate is None or subject.locate(name) is None):
+            place = "cpu"
+        key = f"cuda:{place}" if isinstance(place, int) else str(place or "cpu")
+        totals[key] = totals.get(key, 0) + tensor.numel() * tensor.dtype.itemsize
+    host, disk = totals.pop("cpu", 0), totals.pop("disk", 0)
+    return Footprint(devices={name: Bytes(size) for name, size in totals.items()}, host=Bytes(host), disk=Bytes(disk))
+
+
+def _load(subject: Subject, device_map: DeviceMap) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
+    """Give meta tensors their values where they belong; return what accelerate brings from host memory and from disk."""
+    on_host: dict[str, Tensor] = {}
+    on_disk: dict[str, dict[str, str]] = {}
+    for name, tensor in named_tensors(subject.model):
+        place = _device_of(name, device_map)
+        if place == "disk":
+            if not tensor.is_meta or subject.read is None:
+                raise UsageError("Only a model that is not loaded yet can have parts on disk.", fix="Point to its files.")
+            entry = subject.locate(name) if subject.locate is not None else None
+            if entry is None:  # it has to be converted, so it is read once and kept
+                on_host[name] = subject.read(name)
+            else:
+                on_disk[name] = {"safetensors_file": str(entry.file), "weight_name": entry.name}
+        elif tensor.is_meta:
+            assert subject.read is not None
+            bind(tensor, subject.read(name).to("cpu" if place == "cpu" else torch.device(place)))
+        if place == "cpu":
+            on_host[name] = tensor.data
+    return on_host, on_disk
+
+
+def _undo(subject: Subject) -> None:
+    remove_hook_from_submodules(subject.model)
+    for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron", "hf_device_map"):
+        subject.model.__dict__.pop(attribute, None)
+    for name, tensor in named_tensors(subject.model):
+        if tensor.is_meta:
+            assert subject.read is not None
+            bind(tensor, subject.read(name))
+        else:
+            tensor.data = tensor.data.cpu()
