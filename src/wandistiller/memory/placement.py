@@ -61,6 +61,8 @@ class Placed:
 
     footprint: Footprint
     detach: Callable[[], None]
+    note: str = ""
+    """What was chosen and why, where there was a choice."""
 
 
 class Placement(ABC):

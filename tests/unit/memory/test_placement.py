@@ -1,16 +1,21 @@
 """One contract for every placement: the same output as on the device, bytes as predicted, and detaching restores."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
 from wandistiller.errors import UsageError
+from wandistiller.memory import auto
 from wandistiller.memory.device_map import read_device_map
-from wandistiller.memory.placement import PLACEMENTS, Subject, find_placement
+from wandistiller.memory.placement import Subject
+from wandistiller.memory.placements import PLACEMENTS, find_placement
 from wandistiller.models.load import load_model
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import build_empty, inspect_checkpoint
+from wandistiller.units import Bytes
 
 CPU = torch.device("cpu")
 OPTIONS = {
@@ -20,6 +25,7 @@ OPTIONS = {
     "disk": [{}, {"resident": 1}],
     "balanced": [{}],
     "sequential": [{}],
+    "auto": [{}],
     "custom": [{"map": {"": "cpu"}}, {"map": {"": "cpu", "blocks": {"1": "disk", "3": "disk"}}}],
 }
 CASES = [(name, options) for name, variants in OPTIONS.items() for options in variants]
@@ -167,6 +173,40 @@ def test_the_bytes_of_a_device_map(checkpoint):
     as_stored = [p for p in subject.blocks[1].parameters() if p.dtype == torch.bfloat16]
     assert found.disk == sum(p.numel() * p.element_size() for p in as_stored)
     assert found.host + found.disk == find_placement("gpu").predict(subject, CPU).device
+
+
+@pytest.mark.parametrize(
+    ("device_blocks", "host_blocks", "expected"),
+    [
+        (100, 100, ("gpu", None)),
+        (2.5, 100, ("offload", 0)),
+        (4.5, 100, ("offload", 2)),
+        (2.5, 1, ("disk", None)),
+    ],
+)
+def test_auto_takes_the_fastest_that_fits(checkpoint, monkeypatch, device_blocks, host_blocks, expected):
+    subject = empty(checkpoint)
+    footprint = find_placement("offload").predict(subject, CPU)
+    block = max(sum(-(-p.numel() * p.element_size() // 256) * 256 for p in b.parameters()) for b in subject.blocks)
+    outside = footprint.device - 2 * block
+    free = Bytes(int(outside + device_blocks * block))
+    # The host's share is 0.8; a block's worth of disk buffers is four blocks.
+    host = Bytes(int(host_blocks * 5 * block if host_blocks > 1 else 4.5 * block / 0.8))
+    monkeypatch.setattr(auto, "device_memory", lambda device: SimpleNamespace(free=free))
+    monkeypatch.setattr(auto, "available_host_memory", lambda: host)
+    choice = find_placement("auto").choose(subject, CPU)
+    assert choice.name == expected[0]
+    if expected[1] is not None:
+        assert choice.placement.resident == expected[1]
+    assert choice.reasons[-1].startswith(f"{expected[0]} takes")
+    assert all("needs" in reason for reason in choice.reasons[:-1])
+
+
+def test_auto_says_why_nothing_fits(checkpoint, monkeypatch):
+    monkeypatch.setattr(auto, "device_memory", lambda device: SimpleNamespace(free=Bytes(10)))
+    monkeypatch.setattr(auto, "available_host_memory", lambda: Bytes(10))
+    with pytest.raises(UsageError, match=r"fits nowhere(.|\n)*gpu needs(.|\n)*offload needs(.|\n)*cpu needs"):
+        find_placement("auto").attach(empty(checkpoint), CPU)
 
 
 def test_an_unknown_placement():
