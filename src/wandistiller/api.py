@@ -182,10 +182,14 @@ class WanModel(WanTransformer3DModel):
         """Whether the blocks live in host memory."""
         return self._stream is not None
 
-    def enable_offloading(self, device: str | torch.device = "auto") -> None:
-        """Keep the blocks in host memory and bring each to ``device`` when it computes; a second call changes nothing."""
+    def enable_offloading(self, device: str | torch.device = "auto", *, gradients_to_cpu: bool = False) -> None:
+        """Keep the blocks in host memory and bring each to ``device`` when it computes; a second call changes nothing.
+
+        A PyTorch optimiser updates the blocks in host memory. With ``gradients_to_cpu`` their gradients go there as soon as
+        each is complete instead of waiting on the device, out of the sight of whoever looks at ``parameter.grad``.
+        """
         if self._stream is None:
-            self._stream = stream_blocks(self, list(self.blocks), find_device(str(device)))
+            self._stream = stream_blocks(self, list(self.blocks), find_device(str(device)), train=gradients_to_cpu)
 
     def disable_offloading(self) -> None:
         """Bring the weights back into ordinary host memory; move the model with ``.to()`` afterwards."""

@@ -67,9 +67,13 @@ def test_it_can_be_copied_and_pickled():
         assert all(torch.equal(left, right) for left, right in zip(twin.parameters(), model.parameters(), strict=True))
 
 
-def test_the_described_call_trains():
+@pytest.mark.parametrize("gradients_to_cpu", [False, True])
+def test_the_described_call_trains(gradients_to_cpu):
     torch.manual_seed(0)
     model = WanModel(model_type="t2v", gradient_checkpointing=True, offload_to_cpu=True, device="cpu", **SMALL)
+    if gradients_to_cpu:
+        model.disable_offloading()
+        model.enable_offloading("cpu", gradients_to_cpu=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     latents, text = torch.randn(1, 16, 1, 8, 8), torch.randn(1, 4, 32)
     losses = []

@@ -54,23 +54,12 @@ class BlockStore(Protocol):
         ...
 
 
-class HostStore:
-    """Blocks as flat bytes in host memory, page-locked for a CUDA device."""
+class _InHostMemory:
+    """What stores have in common that hold every block in host memory, ready to be copied."""
 
-    staging_bytes = 0
-
-    def __init__(
-        self, layouts: Sequence[BlockLayout], read: Read, device: torch.device, budget: HostBudget | None = None
-    ) -> None:
-        """Read every block; ``read`` may give the tensors that the model holds now or read them from files."""
+    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
         self.layouts = layouts
         self.flats: list[Tensor] = []
-        budget = budget or HostBudget()
-        for index, layout in enumerate(layouts):
-            flat = allocate_host(layout.num_bytes, device, budget)
-            for member in layout.members:
-                member.view(flat).copy_(read(index, member))
-            self.flats.append(flat)
 
     @property
     def host_bytes(self) -> int:
@@ -85,14 +74,32 @@ class HostStore:
     def expect(self, indices: Sequence[int]) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
+
+class HostStore(_InHostMemory):
+    """Blocks as flat bytes, page-locked for a CUDA device."""
+
+    staging_bytes = 0
+
+    def __init__(
+        self, layouts: Sequence[BlockLayout], read: Read, device: torch.device, budget: HostBudget | None = None
+    ) -> None:
+        """Read every block; ``read`` may give the tensors that the model holds now or read them from files."""
+        super().__init__(layouts)
+        budget = budget or HostBudget()
+        for index, layout in enumerate(layouts):
+            flat = allocate_host(layout.num_bytes, device, budget)
+            for member in layout.members:
+                member.view(flat).copy_(read(index, member))
+            self.flats.append(flat)
+
     def unpack(self, index: int, staging: Tensor, flat: Tensor) -> None:
         raise AssertionError("host memory holds blocks as they are used")
 
     def views(self, index: int) -> dict[str, Tensor]:
         return {member.name: member.view(self.flats[index]) for member in self.layouts[index].members}
-
-    def close(self) -> None:
-        pass
 
 
 def multiply_out(values: Tensor, scales: Tensor, target: Tensor) -> None:
@@ -112,7 +119,7 @@ def _compiled_multiply() -> Callable[[Tensor, Tensor, Tensor], None]:
     return compiled
 
 
-class QuantisedStore:
+class QuantisedStore(_InHostMemory):
     """Blocks of a frozen role with their matrices in int8, one factor for every 128 values; everything else as it is.
 
     The matrices come first in a block's layout so that one operation unpacks them all.
@@ -124,10 +131,9 @@ class QuantisedStore:
     def __init__(
         self, layouts: Sequence[BlockLayout], read: Read, device: torch.device, budget: HostBudget | None = None
     ) -> None:
-        self.layouts = layouts
+        super().__init__(layouts)
         # Rounding ten billion numbers takes a minute on a CPU and a second on the card.
         self._rounding_device = device
-        self.flats: list[Tensor] = []
         self.worst_error = 0.0
         self._squared_error = self._squared_norm = 0.0
         self._counts = [sum(member.shape.numel() for member in self._matrices(layout)) for layout in layouts]
@@ -141,10 +147,6 @@ class QuantisedStore:
         self.staging_bytes = max(flat.numel() for flat in self.flats)
 
     @property
-    def host_bytes(self) -> int:
-        return sum(flat.numel() for flat in self.flats)
-
-    @property
     def relative_error(self) -> float:
         """The norm of what rounding changed, against the norm of the rounded weights."""
         return float((self._squared_error / self._squared_norm) ** 0.5) if self._squared_norm else 0.0
@@ -153,15 +155,6 @@ class QuantisedStore:
     def is_packed(cls, member: Member) -> bool:
         """Say whether a member is stored in 8 bits."""
         return len(member.shape) == 2 and member.dtype.itemsize == 2 and member.shape.numel() % cls.GROUP == 0
-
-    def fetch(self, index: int) -> Tensor:
-        return self.flats[index]
-
-    def fetched(self, index: int, ticket: Ticket) -> None:
-        pass
-
-    def expect(self, indices: Sequence[int]) -> None:
-        pass
 
     def unpack(self, index: int, staging: Tensor, flat: Tensor) -> None:
         count = self._counts[index]
@@ -178,9 +171,6 @@ class QuantisedStore:
         flat = torch.empty(self.layouts[index].num_bytes, dtype=torch.uint8)
         self.unpack(index, self.flats[index], flat)
         return {member.name: member.view(flat) for member in self.layouts[index].members}
-
-    def close(self) -> None:
-        pass
 
     def _matrices(self, layout: BlockLayout) -> Iterator[Member]:
         return (member for member in layout.members if self.is_packed(member))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +34,9 @@ _ELSEWHERE = ("cpu", "disk")
 class ByDeviceMap(Placement):
     """What the three have in common: a map, and accelerate's hooks that follow it."""
 
+    @abstractmethod
     def device_map(self, subject: Subject) -> DeviceMap:
         """Return the device of each part."""
-        raise NotImplementedError
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
         return _footprint(subject, self.device_map(subject))

@@ -291,3 +291,19 @@ def test_the_other_kind_of_wan_is_named(tmp_path, original):
     save_file(original, tmp_path / "wan.safetensors")
     with pytest.raises(CheckpointError, match="looks like a Wan transformer"):
         inspect_checkpoint(tmp_path / "wan.safetensors", VAE)
+
+
+def test_original_files_in_shards(model, original, tmp_path):
+    """As the authors release the 14B: shards, their index, and a config.json of few words."""
+    names = sorted(original)
+    shards = {"diffusion_pytorch_model-00001-of-00002.safetensors": names[::2]}
+    shards["diffusion_pytorch_model-00002-of-00002.safetensors"] = names[1::2]
+    for file, keys in shards.items():
+        save_file({key: original[key] for key in keys}, tmp_path / file)
+    weight_map = {key: file for file, keys in shards.items() for key in keys}
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "config.json").write_text('{"_class_name": "WanModel", "dim": 128, "num_heads": 1, "model_type": "t2v"}')
+    torch.save({"unrelated": torch.zeros(1)}, tmp_path / "models_t5_umt5-xxl-enc-bf16.pth")
+    for source in (tmp_path, index):
+        assert equal(load_transformer(source), model)
