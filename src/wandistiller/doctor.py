@@ -31,6 +31,7 @@ from wandistiller.memory.monitor import available_host_memory, device_memory, to
 from wandistiller.models.devices import DTYPES, available_devices, find_device
 from wandistiller.models.load import load_transformer
 from wandistiller.models.sizes import find_size
+from wandistiller.models.stored import stays_in_float32
 from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
@@ -185,7 +186,10 @@ def _check_precision(device: torch.device, dtype: torch.dtype) -> list[Check]:
     gradients: dict[str, torch.Tensor] = {}
 
     def place() -> None:
-        model.to(device, dtype)
+        for name, parameter in model.named_parameters():
+            kept = stays_in_float32(type(model), name)
+            parameter.data = parameter.data.to(device, torch.float32 if kept else dtype)
+        model.rope.to(device)
         for name in inputs:
             inputs[name] = inputs[name].to(device, dtype)
 
@@ -215,11 +219,11 @@ def _check_precision(device: torch.device, dtype: torch.dtype) -> list[Check]:
                 raise RuntimeError(f"{name} came back changed")
 
     steps: tuple[tuple[str, Callable[[], None]], ...] = (
-        ("to device", place),
+        ("move", place),
         ("forward", forward),
         ("backward", backward),
         ("checkpointed", checkpointed),
-        ("save and load", save_and_load),
+        ("save/load", save_and_load),
     )
     return [_try(name, step, device) for name, step in steps]
 

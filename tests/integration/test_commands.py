@@ -121,7 +121,7 @@ def test_doctor_for_programs(tmp_path):
     assert set(device["checks"]) == {"float32", "bfloat16", "float16"}
     for checks in device["checks"].values():
         names = [check["name"] for check in checks]
-        assert names == ["attention", "to device", "forward", "backward", "checkpointed", "save and load"]
+        assert names == ["attention", "move", "forward", "backward", "checkpointed", "save/load"]
         assert all(check["error"] is None and check["seconds"] > 0 for check in checks)
     # PyTorch's own attention on the CPU for these shapes.
     assert device["attention"]["float32"] == "flash"
