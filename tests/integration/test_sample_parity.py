@@ -294,3 +294,26 @@ def test_numbers_that_are_not_finite_are_not_written(tiny_folder, tmp_path):
     with pytest.raises(OutputError, match="not finite"):
         sample(model=str(tmp_path / "pipeline"), prompt="x", steps=1, output=tmp_path / "x.png", **COMMON)
     assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"in_channels": 16}, "8 extra channels"),
+        ({"in_channels": 20, "image_dim": 24, "added_kv_proj_dim": 96, "pos_embed_seq_len": 514}, "first and last frame"),
+        ({"in_channels": 20}, "no picture was given"),
+    ],
+)
+def test_checkpoints_that_take_more_than_text_say_so(tiny_folder, tmp_path, change, message):
+    from wandistiller.errors import UsageError
+
+    config = WanTransformer3DModel.load_config(tiny_folder / "transformer")
+    WanTransformer3DModel.from_config({**config, **change}).save_pretrained(tmp_path / "transformer")
+    with pytest.raises(UsageError, match=message):
+        sample(model="tiny", checkpoint=tmp_path / "transformer", prompt="x", output=tmp_path / "x.png", **COMMON)
+
+
+def test_the_same_seed_gives_the_same_clip(tiny_folder, tmp_path):
+    for name in ("a.mp4", "b.mp4"):
+        sample(model=str(tiny_folder), prompt="x", steps=2, frames=5, output=tmp_path / name, **COMMON)
+    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()

@@ -85,4 +85,5 @@ def _unregister(address: int, size: int, pages: mmap.mmap) -> None:
     global _page_locked
     _page_locked -= size
     if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # a copy from here may still be under way
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 Ticket = Any
 """Something that has happened or will: opaque outside of the lane that gave it out."""
@@ -35,6 +36,10 @@ class Lane(Protocol):
         """Stop the calling thread until a ticket has happened; for threads beside the one that computes."""
         ...
 
+    def guard(self, tensor: Tensor) -> None:
+        """Let a tensor's memory be given to no one else while work on it is under way, also if nobody holds it any more."""
+        ...
+
 
 class ImmediateLane:
     """Work done on the spot."""
@@ -49,6 +54,9 @@ class ImmediateLane:
         return None
 
     def wait_on_host(self, ticket: Ticket) -> None:
+        pass
+
+    def guard(self, tensor: Tensor) -> None:
         pass
 
 
@@ -76,6 +84,9 @@ class CudaLane:
     def wait_on_host(self, ticket: Ticket) -> None:
         if ticket is not None:
             ticket.synchronize()
+
+    def guard(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._stream)
 
 
 def lane_for(device: torch.device) -> Lane:

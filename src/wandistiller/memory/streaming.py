@@ -335,6 +335,8 @@ def _make_ring(stream: BlockStream) -> None:
         return
     for _ in range(stream.num_slots):
         landing = torch.empty(stream.store.staging_bytes or largest, dtype=torch.uint8, device=stream.device)
+        # A model is often dropped with the next pass's first block on its way here.
+        stream.lane.guard(landing)
         stream.slots.append(_Slot(landing))
     if stream.store.staging_bytes:
         stream.unpacked = torch.empty(largest, dtype=torch.uint8, device=stream.device)

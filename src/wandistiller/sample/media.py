@@ -38,7 +38,9 @@ def write_clip(path: Path, frames: np.ndarray, fps: int, settings: Mapping[str, 
     """Write frames as MP4 in H.264, which browsers and players take everywhere."""
     with complete_or_absent(path) as partial, av.open(str(partial), "w", format="mp4") as container:
         container.metadata["comment"] = json.dumps(settings)
-        stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "14", "preset": "medium"})
+        # x264's macroblock tree comes out differently by how memory happens to lie: the same clip gave different bytes.
+        options = {"crf": "14", "preset": "medium", "x264-params": "no-mbtree=1"}
+        stream = container.add_stream("libx264", rate=Fraction(fps), options=options)
         # H.264 in 4:2:0 wants even sides; Wan's are multiples of 16.
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"

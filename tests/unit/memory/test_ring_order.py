@@ -37,6 +37,9 @@ class SimulatedDevice:
     def wait_on_host(self, ticket):
         raise AssertionError("the host waited")
 
+    def guard(self, tensor):
+        pass
+
     def can_run(self, queue):
         if self.done[queue] == len(self.queues[queue]):
             return False

@@ -45,6 +45,9 @@ class LateLane:
     def mark(self):
         return None
 
+    def guard(self, tensor):
+        self.guarded = [*getattr(self, "guarded", []), tensor]
+
 
 @pytest.fixture
 def model(tiny_size):
@@ -105,6 +108,13 @@ def test_a_training_pass_copies_each_block_twice_less_what_the_ring_still_holds(
     for expected in (5 + 3, 5 + 3 + 3 + 3):
         model(*inputs, return_dict=False)[0].sum().backward()
         assert lane.count == expected
+
+
+def test_every_slot_is_guarded_against_a_copy_that_outlives_the_model(model):
+    """Sampling ends with the next pass's first block under way; its slot must not be given to the VAE meanwhile."""
+    lane = LateLane()
+    stream = stream_blocks(model, list(model.blocks), "cpu", num_slots=3, lane=lane)
+    assert [tensor.data_ptr() for tensor in lane.guarded] == [slot.landing.data_ptr() for slot in stream.slots]
 
 
 def test_detaching_leaves_no_trace(model, inputs):
