@@ -38,9 +38,11 @@ def public_checkpointing(compile_blocks: bool) -> Prepare:
 
 
 WAYS: dict[str, Prepare] = {
+    "nothing recomputed, eager": policy("none"),
     "nothing recomputed, compiled": lambda model: compiled(model) and None,
     "diffusers checkpointing, eager": public_checkpointing(False),
     "diffusers checkpointing, compiled": public_checkpointing(True),
+    "none, to host, compiled": policy("none", to_host=True, compile_blocks=True),
     "full": policy("full"),
     "full, compiled": policy("full", compile_blocks=True),
     "full, to host, compiled": policy("full", to_host=True, compile_blocks=True),
@@ -72,7 +74,7 @@ def main() -> None:
             model.zero_grad(set_to_none=True)
 
         release()
-        rows.append(measure(f"{arguments.size} {shape}", name, step, warmup=2, runs=3))
+        rows.append(measure(f"{arguments.size} {shape}", name, step, warmup=1, runs=3))
         del model, step
         torch._dynamo.reset()
         save("activations", rows, arguments.output)

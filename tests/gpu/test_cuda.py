@@ -1,5 +1,6 @@
 """What only a real device shows: streams, page-locked memory, kernels, limits."""
 
+import copy
 import gc
 
 import pytest
@@ -142,10 +143,56 @@ def test_gradients(state, inputs, policy, to_host, compiled, streamed, monkeypat
     torch._dynamo.reset()
 
 
-def gradients_of(model, inputs):
+def gradients_of(model, inputs, target=0.0):
     model.zero_grad(set_to_none=True)
-    model(*inputs, return_dict=False)[0].float().square().mean().backward()
+    (model(*inputs, return_dict=False)[0].float() - target).square().mean().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_two_streamed_roles_in_one_step(state, inputs):
+    """A frozen teacher and a trained student, both streamed, on one card."""
+    with torch.no_grad():
+        target = make(state)(*inputs)[0]
+    expected = gradients_of(make({name: value * 0.9 for name, value in state.items()}), inputs, target)
+    teacher, student = (build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16) for _ in range(2))
+    stream_blocks(teacher.requires_grad_(False), list(teacher.blocks), CUDA, read=state.__getitem__)
+    stream = stream_blocks(student, list(student.blocks), CUDA, read=lambda name: state[name] * 0.9, train=True)
+    for _ in range(3):
+        stream.gradients.clear()
+        with torch.no_grad():
+            found_target = teacher(*inputs)[0]
+        assert torch.equal(found_target, target)
+        gradients_of(student, inputs, found_target)
+        for name, parameter in student.named_parameters():
+            if name.startswith("blocks.") and not name.endswith("to_k.bias"):
+                found = stream.gradients.of(parameter).to(CUDA).float()
+                assert (found - expected[name].float()).norm() / expected[name].float().norm() < 0.02, name
+
+
+def test_blocks_of_another_kind():
+    """Not a Wan: PyTorch's own layers, float32 and float16 mixed, a buffer, an odd number of blocks, a tied parameter."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.inner = torch.nn.TransformerEncoderLayer(520, 8, 1037 + index, batch_first=True, dropout=0.0)
+            self.small = torch.nn.Linear(520, 520).half()
+            self.register_buffer("offset", torch.randn(520))
+
+        def forward(self, hidden):
+            return self.inner(hidden) + self.small(hidden.half()).float() + self.offset
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Layer(index) for index in range(7))).eval()
+    model[3].small.weight = model[1].small.weight
+    hidden = torch.randn(3, 77, 520, device=CUDA)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).to(CUDA)(hidden)
+        stream = stream_blocks(model, list(model), CUDA, num_slots=3, resident=2)
+        for _ in range(3):
+            assert torch.equal(model(hidden), expected)
+        stream.detach()
+        assert torch.equal(model.to(CUDA)(hidden), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,8 +12,11 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts what is made inside of the ``with`` block."""
 
+    latest: LiveBytes
+
     def __init__(self) -> None:
         super().__init__()
+        LiveBytes.latest = self
         self.now = 0
         self.peak = 0
         self._seen: set[int] = set()
@@ -25,6 +28,10 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in before:
                 self._track(leaf.untyped_storage())
         return out
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was made out of sight, inside of a custom operator."""
+        self._track(tensor.untyped_storage())
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

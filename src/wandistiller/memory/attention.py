@@ -93,7 +93,8 @@ def _attention_op(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tu
     result = result.transpose(1, 2).contiguous()
     sums = sums.reshape(query.shape[:3]).contiguous()
     if _ledger is not None:
-        _ledger.results.append((result, sums))
+        # Compiled code takes what it is given for its own and writes over it after its last use, so it gets another copy.
+        _ledger.results.append((result.clone(), sums.clone()))
     return result, sums
 
 

@@ -1,9 +1,11 @@
 """Whatever is recomputed or sent away, gradients are the same and the peak is lower."""
 
 import copy
+import shutil
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from diffusers import WanTransformer3DModel
 from helpers.live_bytes import LiveBytes
 from torch import nn
@@ -11,7 +13,7 @@ from torch import nn
 from wandistiller.errors import UsageError
 from wandistiller.memory import attention
 from wandistiller.memory.activations import GRANULARITIES, POLICIES, apply_policy
-from wandistiller.memory.kept import HostKeeper
+from wandistiller.memory.kept import DeviceKeeper, HostKeeper
 from wandistiller.memory.streaming import stream_blocks
 
 
@@ -69,8 +71,10 @@ def test_gradients_are_the_same(model, inputs, policy, to_host, granularity):
     assert all(torch.equal(again[name], value) for name, value in expected.items())
 
 
-def test_what_each_policy_keeps(model, inputs):
+def test_what_each_policy_keeps(model, inputs, monkeypatch):
     """Everything, then inputs and attention, then inputs alone."""
+    put = DeviceKeeper.put
+    monkeypatch.setattr(DeviceKeeper, "put", lambda self, tensor: LiveBytes.latest.count(tensor) or put(self, tensor))
     peaks = {}
     for policy in POLICIES:
         active = apply_policy(list(model.blocks), policy, "cpu")
@@ -161,6 +165,34 @@ def test_compiled_blocks(model, inputs, policy):
     active.detach()
     assert model.blocks[0].forward is compiled
     torch._dynamo.reset()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs a C++ compiler")
+def test_compiled_code_does_not_write_over_what_is_kept():
+    """Inductor reuses the memory of a result after its last use; what is kept of it must be out of its reach."""
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 64) * 0.2 for _ in range(6)]
+    hidden = torch.randn(2, 64, 64)
+
+    def block(hidden):
+        query, key, value = ((hidden @ weight).view(2, 64, 2, 32).transpose(1, 2) for weight in weights[:3])
+        attended = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(hidden.shape)
+        hidden = hidden + attended @ weights[3]
+        return hidden + torch.tanh(torch.tanh(hidden @ weights[4]) @ weights[5])
+
+    def kept(run):
+        ledger = attention.Ledger()
+        with torch.no_grad(), attention.ledger_in_use(ledger):
+            run(hidden)
+        return ledger.results[0]
+
+    attention.install()
+    try:
+        for found, expected in zip(kept(torch.compile(block)), kept(block), strict=True):
+            torch.testing.assert_close(found, expected)
+    finally:
+        attention.uninstall()
+        torch._dynamo.reset()
 
 
 def test_dropout_draws_the_same_numbers_again():
