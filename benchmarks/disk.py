@@ -1,0 +1,160 @@
+"""Forward with the weights on disk, against reading the same files with nothing else to do, in one run.
+
+python benchmarks/disk.py --output benchmarks/results --folder /a/disk/with/room [--size wan2.2-5b]
+
+Writes the model in bfloat16 as sharded safetensors, in the order of the layers and as released models have it, and drops the
+files from the page cache before every run. The public way is accelerate's ``disk_offload``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from common import DEVICE, Measurement, RandomWeights, empty_model, fill, inputs_for, measure, release, save
+from safetensors.torch import save_file
+from streaming import SHAPES
+from torch import nn
+
+from wandistiller.memory.placement import Placed, Subject
+from wandistiller.memory.placements import find_placement
+from wandistiller.models.stored import TRANSFORMER, StoredModel, build_empty, inspect_checkpoint
+
+SHARD_BYTES = 2 * 10**9
+PIECE = 16 * 2**20
+
+
+def write_model(size: str, weights: RandomWeights, folder: Path) -> list[Path]:
+    """Write a model's weights in shards, with the configuration beside them."""
+    import json
+
+    model, shards, used = empty_model(size), [{}], 0
+    for name in model.state_dict():
+        value = weights(name).contiguous()
+        if used + value.nbytes > SHARD_BYTES:
+            shards.append({})
+            used = 0
+        shards[-1][name] = value
+        used += value.nbytes
+    total, index, files = len(shards), {}, []
+    for number, shard in enumerate(shards, 1):
+        files.append(folder / f"diffusion_pytorch_model-{number:05}-of-{total:05}.safetensors")
+        save_file({name: value.clone() for name, value in shard.items()}, files[-1])
+        index |= dict.fromkeys(shard, files[-1].name)
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps({**model.config, "_class_name": "WanTransformer3DModel"}))
+    os.sync()
+    return files
+
+
+def forget(files: list[Path]) -> None:
+    """Drop files from the page cache."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def read_sequentially(files: list[Path], threads: int) -> None:
+    """Read files front to back, ``threads`` pieces under way at a time, into memory that is used again and again."""
+    buffers = threading.local()
+
+    def read(file: Path, offset: int) -> None:
+        if not hasattr(buffers, "memory"):
+            buffers.memory = bytearray(PIECE)
+        descriptor = os.open(file, os.O_RDONLY)
+        os.preadv(descriptor, [buffers.memory], offset)
+        os.close(descriptor)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(read, file, at) for file in files for at in range(0, file.stat().st_size, PIECE)]:
+            done.result()
+
+
+def ours(stored: StoredModel) -> tuple[nn.Module, Placed]:
+    model = build_empty(TRANSFORMER, stored.config, dtype=torch.bfloat16).requires_grad_(False)
+    subject = Subject(
+        model=model,
+        blocks=list(model.blocks),
+        read=lambda name: stored.read_for(name, torch.bfloat16),
+        locate=lambda name: stored.locate(name, torch.bfloat16),
+    )
+    placed = find_placement("disk").attach(subject, DEVICE)
+    model.stream = placed.detach.__self__
+    return model, placed
+
+
+def drained(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Run a pass and wait for what is read ahead for the next one, so that every run reads every byte once."""
+    model(*inputs)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    store = model.stream.store
+    for buffer in store._buffers:
+        for piece in buffer.pieces:
+            piece.result()
+
+
+def public(size: str, weights: RandomWeights, folder: Path) -> nn.Module:
+    from accelerate import disk_offload
+
+    model = fill(empty_model(size), weights, torch.device("cpu"))
+    return disk_offload(model, offload_dir=str(folder / "accelerate"), execution_device=DEVICE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--folder", type=Path, default=None, help="where to write the weights for as long as this runs")
+    parser.add_argument("--size", default="wan2.2-5b")
+    parser.add_argument("--skip-public", action="store_true")
+    arguments = parser.parse_args()
+    size, rows = arguments.size, list[Measurement]()
+    shape = SHAPES[size]["one image"]
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        weights = RandomWeights(empty_model(size))
+        files = write_model(size, weights, folder)
+        total = sum(file.stat().st_size for file in files)
+
+        def cold(run: Callable[[], object], what: list[Path] = files) -> Callable[[], object]:
+            def once() -> object:
+                forget(what)
+                return run()
+
+            return once
+
+        def row(way: str, run: Callable[[], object], num_bytes: int, runs: int = 3) -> None:
+            found = measure(f"{size} one image, {num_bytes / 1e9:.2f} GB on disk", way, run, warmup=1, runs=runs)
+            assert found.seconds is not None
+            found.note = f"{num_bytes / found.seconds / 1e9:.3f} GB/s"
+            print(found.note)
+            rows.append(found)
+            save("disk", rows, arguments.output)
+
+        for threads in (1, 8):
+            row(f"raw sequential read, {threads} threads", cold(lambda n=threads: read_sequentially(files, n)), total)
+        inputs = inputs_for(size, *shape)
+        with torch.no_grad():
+            model, placed = ours(inspect_checkpoint(folder, TRANSFORMER))
+            release()
+            row("wandistiller, disk", cold(lambda: drained(model, inputs)), placed.footprint.disk)
+            # The same again, so that a disk that changes its mind is seen.
+            row("raw sequential read, 8 threads, again", cold(lambda: read_sequentially(files, 8)), total)
+            placed.detach()
+            del model, placed
+            if not arguments.skip_public:
+                release()
+                model = public(size, weights, folder)
+                theirs = sorted((folder / "accelerate").glob("*.dat"))
+                row("accelerate disk_offload", cold(lambda: model(*inputs), theirs), total, runs=1)
+
+
+if __name__ == "__main__":
+    main()
