@@ -49,6 +49,10 @@ class BlockStore(Protocol):
         """Return the block's members in host memory; to write as well, where the store keeps them as they are."""
         ...
 
+    def drop(self, index: int) -> None:
+        """Let go of a block that will not be asked for again."""
+        ...
+
     def close(self) -> None:
         """Let go of threads and files."""
         ...
@@ -73,6 +77,9 @@ class _InHostMemory:
 
     def expect(self, indices: Sequence[int]) -> None:
         pass
+
+    def drop(self, index: int) -> None:
+        self.flats[index] = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
         pass

@@ -97,6 +97,9 @@ class DiskStore:
             work()
         return {member.name: member.view(flat) for member in self.layouts[index].members}
 
+    def drop(self, index: int) -> None:
+        pass  # its files are the user's
+
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         for descriptor in self._files.values():

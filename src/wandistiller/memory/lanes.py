@@ -7,6 +7,7 @@ when it is done; the computation waits for that one without stopping the host. `
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -36,6 +37,14 @@ class Lane(Protocol):
         """Stop the calling thread until a ticket has happened; for threads beside the one that computes."""
         ...
 
+    def clock(self) -> Ticket:
+        """Return a ticket for all computation issued so far that remembers when that was done."""
+        ...
+
+    def seconds_between(self, start: Ticket, end: Ticket) -> float:
+        """Return the time between two clock tickets, waiting for the later one."""
+        ...
+
     def guard(self, tensor: Tensor) -> None:
         """Let a tensor's memory be given to no one else while work on it is under way, also if nobody holds it any more."""
         ...
@@ -55,6 +64,12 @@ class ImmediateLane:
 
     def wait_on_host(self, ticket: Ticket) -> None:
         pass
+
+    def clock(self) -> Ticket:
+        return time.perf_counter()
+
+    def seconds_between(self, start: Ticket, end: Ticket) -> float:
+        return float(end - start)
 
     def guard(self, tensor: Tensor) -> None:
         pass
@@ -84,6 +99,15 @@ class CudaLane:
     def wait_on_host(self, ticket: Ticket) -> None:
         if ticket is not None:
             ticket.synchronize()
+
+    def clock(self) -> Ticket:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: Ticket, end: Ticket) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def guard(self, tensor: Tensor) -> None:
         tensor.record_stream(self._stream)

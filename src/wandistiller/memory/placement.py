@@ -10,8 +10,8 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from wandistiller.errors import UsageError, nearest
 from wandistiller.memory.block_store import QuantisedStore
 from wandistiller.memory.host import HostBudget
 from wandistiller.memory.layout import BlockLayout, align, lay_out, named_tensors
-from wandistiller.memory.streaming import ReadTensor, bind, spread_evenly, stream_blocks
+from wandistiller.memory.monitor import device_memory
+from wandistiller.memory.streaming import BlockStream, ReadTensor, bind, spread_evenly, stream_blocks
 from wandistiller.models.weight_files import Entry
 from wandistiller.units import Bytes
 
@@ -63,6 +64,9 @@ class Placed:
     detach: Callable[[], None]
     note: str = ""
     """What was chosen and why, where there was a choice."""
+    keep_up: Callable[[], str] = lambda: ""
+    """Call once between steps, when the first are done: brings onto the device what the bus is too slow for, if there is
+    room, and says so; does nothing for a placement that has no such choice."""
 
 
 class Placement(ABC):
@@ -76,6 +80,9 @@ class Placement(ABC):
     def attach(self, subject: Subject, device: torch.device) -> Placed:
         """Put the weights where they belong."""
 
+
+MARGIN = Bytes(2**30)
+"""Least that is left free of a device when blocks are kept there because there is room."""
 
 PLACEMENTS: dict[str, type[Placement]] = {}
 
@@ -151,8 +158,8 @@ class Streamed(Placement):
     """Blocks in page-locked host memory, streamed to the device ahead of their use."""
 
     num_slots: int = 2
-    resident: int = 0
-    """Blocks that stay on the device, spread evenly."""
+    resident: int | Literal["auto"] = 0
+    """Blocks that stay on the device, spread evenly; 'auto' begins with none and lets ``Placed.keep_up`` choose."""
     quantise: bool = False
     """Keep matrices in 8 bits; for frozen roles."""
     train: bool = False
@@ -161,7 +168,7 @@ class Streamed(Placement):
     """Most that may be page-locked; the rest stays pageable and copies slower."""
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
-        plan = _StreamPlan(subject, self.num_slots, self.resident, self.quantise)
+        plan = _StreamPlan(subject, self.num_slots, self._resident, self.quantise)
         host = sum(_pages(plan.stored_bytes(layout)) for layout in plan.layouts)
         locked = host if device.type == "cuda" else 0
         if self.max_page_locked is not None:
@@ -175,13 +182,20 @@ class Streamed(Placement):
             subject.blocks,
             device,
             num_slots=self.num_slots,
-            resident=self.resident,
+            resident=self._resident,
             read=subject.read,
             quantise=self.quantise,
             budget=HostBudget(self.max_page_locked),
             train=self.train,
         )
-        return Placed(footprint, stream.detach)
+        stream.is_timed = self.resident == "auto"
+        placed = Placed(footprint, stream.detach)
+        placed.keep_up = lambda: _keep_up(stream, placed) if self.resident == "auto" else ""
+        return placed
+
+    @property
+    def _resident(self) -> int:
+        return 0 if self.resident == "auto" else self.resident
 
 
 @register_placement("disk")
@@ -217,6 +231,16 @@ class FromDisk(Placement):
             locate=subject.locate,
         )
         return Placed(footprint, stream.detach)
+
+
+def _keep_up(stream: BlockStream, placed: Placed) -> str:
+    memory = device_memory(stream.device)
+    added = stream.keep_up(max(memory.free - max(MARGIN, memory.total // 20), 0))
+    if not added:
+        return ""
+    devices = {**placed.footprint.devices, str(stream.device): Bytes(stream.device_bytes)}
+    placed.footprint = replace(placed.footprint, devices=devices)
+    return f"{added} of {len(stream.blocks)} blocks stay on {stream.device}, because the bus is slower than the computation"
 
 
 class _StreamPlan:

@@ -64,12 +64,82 @@ class BlockStream:
         self.gradients: HostGradients | None = None
         self._hooks: list[Any] = []
         self._outside: list[tuple[Tensor, torch.device]] = []
+        self._ring: list[int] = []
+        """Positions of the blocks that pass through the slots, in their order: all, until some are kept."""
+        self._places: dict[int, int] = {}
+        """Where in the ring a position is."""
+        self._kept: dict[int, Tensor] = {}
+        """Blocks that stay on the device since the bus was found too slow, by position."""
+        self.is_timed = False
+        """Whether passes are timed, for ``keep_up``."""
+        self._clocks: dict[int, tuple[Ticket, Ticket]] = {}
+        """When each block's computation began and ended in the last forward pass."""
 
     @property
     def device_bytes(self) -> int:
         """What the model takes on the device: the ring, what stays there, and staging."""
         ring = sum(slot.landing.numel() for slot in self.slots) + (0 if self.unpacked is None else self.unpacked.numel())
-        return ring + sum(tensor.nbytes for tensor, _ in self._outside)
+        kept = sum(flat.numel() for flat in self._kept.values())
+        return ring + kept + sum(tensor.nbytes for tensor, _ in self._outside)
+
+    def keep_up(self, room: int) -> int:
+        """Let so many blocks stay on the device that the bus keeps up with the rest, as far as ``room`` bytes go.
+
+        Call it between steps, after a pass with ``is_timed`` set, which it ends. Returns how many blocks were added; weights
+        that are trained or stored in 8 bits go on as they are.
+        """
+        self.is_timed = False
+        clocks, self._clocks = self._clocks, {}
+        is_trained = any(member.tensor.requires_grad for layout in self.layouts for member in layout.members)
+        has_timed = len(clocks) == len(self.blocks) and all(end is not None for _, end in clocks.values())
+        if is_trained or self.unpacked is not None or not has_timed or not self._ring:
+            return 0
+        compute = sum(self.lane.seconds_between(start, end) for start, end in clocks.values()) / len(self.blocks)
+        largest = max(self._ring, key=lambda position: self.layouts[position].num_bytes)
+        copy, size = self._copy_seconds(largest), self.layouts[largest].num_bytes
+        wanted = blocks_to_keep(len(self.blocks), copy, compute, room + len(self._kept) * size, size)
+        added = min(wanted - len(self._kept), len(self._ring) - self.num_slots)
+        if added > 0:
+            for index in spread_evenly(len(self._ring), added):
+                self._keep(self._ring[index])
+            self._make_places([position for position in self._ring if position not in self._kept])
+        return max(added, 0)
+
+    def _copy_seconds(self, position: int) -> float:
+        """Time a block's way into its slot."""
+        self.invalidate()
+        start = self.lane.clock()
+        self.lane.wait(self._bring(position, self.lane.mark()).ready)
+        seconds = self.lane.seconds_between(start, self.lane.clock())
+        self.invalidate()
+        return seconds
+
+    def _keep(self, position: int) -> None:
+        layout, values = self.layouts[position], self._values(position)
+        flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
+        for member in layout.members:
+            member.view(flat).copy_(values[member.name])
+            member.tensor.data = member.view(flat)
+        self._kept[position] = flat
+        self.store.drop(position)
+
+    def _make_places(self, ring: list[int]) -> None:
+        """Let these blocks pass through the slots in turn."""
+        self._ring, self._places = ring, {position: place for place, position in enumerate(ring)}
+        self.invalidate()
+        for position in ring:
+            landing = self._slot(position).landing if self.unpacked is None else self.unpacked
+            for member in self.layouts[position].members:
+                bind(member.tensor, member.view(landing))
+
+    def _slot(self, position: int) -> _Slot:
+        return self.slots[self._places[position] % self.num_slots]
+
+    def _values(self, position: int) -> dict[str, Tensor]:
+        """Return a block's weights where they are now, which is not in a slot."""
+        if position in self._kept:
+            return {member.name: member.view(self._kept[position]) for member in self.layouts[position].members}
+        return self.store.views(position)
 
     def invalidate(self) -> None:
         """Forget what the slots hold, because the stored weights have changed (an optimiser's step, a load)."""
@@ -83,9 +153,9 @@ class BlockStream:
             hook.remove()
         self._hooks.clear()
         for index, layout in enumerate(self.layouts):
-            values = self.store.views(index)
+            values = self._values(index)
             for member in layout.members:
-                member.tensor.data = values[member.name].clone()
+                member.tensor.data = values[member.name].to("cpu", copy=True)
         for tensor, home in self._outside:
             tensor.data = tensor.data.to(home)
         for block in self.blocks:
@@ -94,6 +164,7 @@ class BlockStream:
             self.gradients.close()
         self.store.close()
         self.slots.clear()
+        self._kept.clear()
         self.unpacked = None
         self._outside.clear()
 
@@ -102,13 +173,13 @@ class BlockStream:
 
         ``step`` is 1 in forward and -1 in backward. Where forward ends without a backward to come, the first block is next.
         """
-        count, upcoming = len(self.blocks), []
+        if position in self._kept:
+            return
+        count, upcoming, place = len(self._ring), [], self._places[position]
         for ahead in range(1, self.num_slots):
-            following = position + step * ahead
-            if 0 <= following < count:
-                upcoming.append(following)
-            elif step > 0 and not torch.is_grad_enabled():
-                upcoming.append(following % count)
+            following = place + step * ahead
+            if 0 <= following < count or (step > 0 and not torch.is_grad_enabled()):
+                upcoming.append(self._ring[following % count])
         # Taken before anything of this block is issued: what the next blocks overwrite has been used by then.
         used = self.lane.mark()
         slot = self._bring(position, used)
@@ -120,16 +191,16 @@ class BlockStream:
             self._unpacked_holds = position
             slot.emptied = self.lane.mark()
         for following in upcoming:
-            if following != position and following % self.num_slots != position % self.num_slots:
+            if self._slot(following) is not slot:
                 self._bring(following, used)
 
     def _further(self, position: int, step: int) -> list[int]:
         """Return the blocks beyond the ring, for a store that reads ahead."""
         reach = range(self.num_slots, self.num_slots + 2)
-        return [(position + step * ahead) % len(self.blocks) for ahead in reach]
+        return [self._ring[(self._places[position] + step * ahead) % len(self._ring)] for ahead in reach]
 
     def _bring(self, position: int, used: Ticket) -> _Slot:
-        slot = self.slots[position % self.num_slots]
+        slot = self._slot(position)
         if slot.holds != position:
             source = self.store.fetch(position)
             target = slot.landing[: source.numel()]
@@ -143,10 +214,15 @@ class BlockStream:
         @torch.compiler.disable
         def before(module: nn.Module, args: Any) -> None:
             # A forward inside of a backward is a recomputation, and the block before is next.
-            self.use(position, -1 if torch._C._current_graph_task_id() != -1 else 1)
+            is_backward = torch._C._current_graph_task_id() != -1
+            self.use(position, -1 if is_backward else 1)
+            if self.is_timed and not is_backward:
+                self._clocks[position] = (self.lane.clock(), None)
 
         @torch.compiler.disable
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self.is_timed and self._clocks.get(position, (0, 0))[1] is None:
+                self._clocks[position] = (self._clocks[position][0], self.lane.clock())
             for tensor in _tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad: self.use(position, -1))
@@ -197,7 +273,7 @@ class BlockStream:
 
     def _move_to_slots(self) -> None:
         for position, layout in enumerate(self.layouts):
-            landing = self.slots[position % self.num_slots].landing
+            landing = self._slot(position).landing
             for member in layout.members:
                 member.tensor.grad = None
                 member.tensor.data = member.view(landing)
@@ -224,12 +300,12 @@ class BlockStream:
         def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name, (position, member) in names.items():
                 if prefix + name in state:
-                    state[prefix + name] = self.store.views(position)[member]
+                    state[prefix + name] = self._values(position)[member]
 
         def before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
             for name, (position, member) in names.items():
                 if prefix + name in state:
-                    self.store.views(position)[member].copy_(state[prefix + name])
+                    self._values(position)[member].copy_(state[prefix + name])
             self.invalidate()
 
         self._hooks.append(self.model.register_state_dict_post_hook(after_save))
@@ -340,10 +416,7 @@ def _make_ring(stream: BlockStream) -> None:
         stream.slots.append(_Slot(landing))
     if stream.store.staging_bytes:
         stream.unpacked = torch.empty(largest, dtype=torch.uint8, device=stream.device)
-    for position, layout in enumerate(stream.layouts):
-        landing = stream.slots[position % stream.num_slots].landing
-        for member in layout.members:
-            bind(member.tensor, member.view(landing if stream.unpacked is None else stream.unpacked))
+    stream._make_places(list(range(len(stream.blocks))))
 
 
 def _keep_the_rest_on_device(stream: BlockStream, taken: set[int], names: dict[int, str], read: ReadTensor | None) -> None:

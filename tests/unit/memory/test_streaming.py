@@ -311,6 +311,48 @@ def test_as_many_residents_as_the_bus_needs(copy_seconds, compute_seconds, room,
     assert blocks_to_keep(30, copy_seconds, compute_seconds, room, 100) == expected
 
 
+class ClockLane(ImmediateLane):
+    """Copies and computation take as long as they are said to."""
+
+    def __init__(self, copy_seconds):
+        self.now, self.copy_seconds = 0.0, copy_seconds
+
+    def start(self, work, after):
+        self.now += self.copy_seconds
+        return super().start(work, after)
+
+    def clock(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("copy_seconds", "room", "expected"), [(0.5, 100, 0), (1.0, 100, 0), (2.0, 100, 4), (4.0, 100, 6), (2.0, 3, 3), (2.0, 0, 0)]
+)
+def test_blocks_stay_until_the_bus_keeps_up(tiny_size, inputs, copy_seconds, room, expected):
+    """Eight blocks that compute for a second each: with copies twice as long, every second one has to stay."""
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(**{**tiny_size.transformer, "num_layers": 8}).requires_grad_(False)
+    plain, lane = run(model, inputs), ClockLane(copy_seconds)
+    stream = stream_blocks(model, list(model.blocks), "cpu", lane=lane)
+    stream.is_timed = True
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: setattr(lane, "now", lane.now + 1.0))
+    assert torch.equal(run(model, inputs), plain)
+    before, size = stream.device_bytes, stream.layouts[0].num_bytes
+    assert stream.keep_up(room * size) == expected
+    assert stream.device_bytes - before == expected * size
+    assert sum(flat.numel() for flat in stream.store.flats) == (8 - expected) * size
+    copied = lane.now
+    for _ in range(2):
+        assert torch.equal(run(model, inputs), plain)
+    assert lane.now - copied <= 2 * (8 + (8 - expected) * copy_seconds) + 2 * copy_seconds
+    assert stream.keep_up(room * size) == 0, "without another timed pass"
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    stream.detach()
+    assert torch.equal(run(model, inputs), plain)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 def test_a_model_on_the_meta_device_never_passes_through_the_device(model, inputs, tiny_folder):
     from wandistiller.models.stored import TRANSFORMER
 
