@@ -20,6 +20,7 @@ from wandistiller.config.export import ExportConfig
 from wandistiller.config.sample import SampleConfig
 from wandistiller.config.values import convert_value
 from wandistiller.errors import UsageError, nearest
+from wandistiller.memory.out_of_memory import advising
 from wandistiller.memory.streaming import BlockStream, stream_blocks
 from wandistiller.memory.vae_checkpointing import checkpoint_vae, uncheckpoint_vae
 from wandistiller.models.devices import find_device
@@ -294,21 +295,27 @@ def sample(config: SampleConfig | None = None, **fields: Any) -> list[Sample]:
     """Generate; give a ``SampleConfig`` or its fields."""
     from wandistiller.sample.sampler import run_sample
 
-    return run_sample(_config(SampleConfig, config, fields))
+    config = _config(SampleConfig, config, fields)
+    with advising("sample", config):
+        return run_sample(config)
 
 
 def export(config: ExportConfig | None = None, **fields: Any) -> list[Exported]:
     """Write a checkpoint in another format and prove it equal; give an ``ExportConfig`` or its fields."""
     from wandistiller.checkpoint.export import run_export
 
-    return run_export(_config(ExportConfig, config, fields))
+    config = _config(ExportConfig, config, fields)
+    with advising("export", config):
+        return run_export(config)
 
 
 def doctor(config: DoctorConfig | None = None, **fields: Any) -> Diagnosis:
     """Check this machine and print what was found; give a ``DoctorConfig`` or its fields."""
     from wandistiller.doctor import run_doctor
 
-    return run_doctor(_config(DoctorConfig, config, fields))
+    config = _config(DoctorConfig, config, fields)
+    with advising("doctor", config):
+        return run_doctor(config)
 
 
 def _config(config_class: type[ConfigT], config: ConfigT | None, fields: dict[str, Any]) -> ConfigT:

@@ -27,7 +27,9 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandistiller.config.doctor import DoctorConfig
-from wandistiller.memory.monitor import available_host_memory, device_memory, total_host_memory
+from wandistiller.memory.host_limits import available_host_memory, total_host_memory
+from wandistiller.memory.monitor import device_memory
+from wandistiller.memory.rates import copy_rate
 from wandistiller.models.devices import DTYPES, available_devices, find_device
 from wandistiller.models.load import load_transformer
 from wandistiller.models.sizes import find_size
@@ -156,8 +158,8 @@ def _examine(device: torch.device) -> DeviceReport:
         report.name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
     def measure_bus() -> None:
-        report.pinned_gb_per_second = _copy_speed(device, pinned=True)
-        report.pageable_gb_per_second = _copy_speed(device, pinned=False)
+        report.pinned_gb_per_second = copy_rate(device, num_bytes=_COPY_BYTES) / 1e9
+        report.pageable_gb_per_second = copy_rate(device, page_locked=False, num_bytes=_COPY_BYTES) / 1e9
 
     report.general.append(_try("memory", describe, device))
     if device.type == "cuda":
@@ -270,20 +272,6 @@ def _attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
     with _KernelName() as used:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
     return used.name
-
-
-def _copy_speed(device: torch.device, *, pinned: bool) -> float:
-    """Return host to device bandwidth in GB/s, the median of five copies after one to warm up."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
-    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    times = []
-    for _ in range(6):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=pinned)
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return _COPY_BYTES / sorted(times[1:])[2] / 1e9
 
 
 def _measure_disk(folder: Path, num_bytes: int) -> tuple[float | None, float | None, bool]:

@@ -45,6 +45,10 @@ class OutputError(WanDistillerError):
     """A result could not be written, or what was written does not prove equal to its source."""
 
 
+class OutOfRoomError(WanDistillerError):
+    """Memory of a device, of the host, or of a disk is used up."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``", did you mean 'x'?"`` for the known name closest to ``name``, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

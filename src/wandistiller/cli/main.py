@@ -18,6 +18,7 @@ from typing import Any
 from wandistiller.cli.arguments import parse_flags
 from wandistiller.config.command import CommandConfig
 from wandistiller.config.toml_file import read_config
+from wandistiller.distributed.failures import end_rank, is_rank
 from wandistiller.errors import UsageError, WanDistillerError, nearest
 
 
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config.check()
         return run(name, config)
     except WanDistillerError as error:
+        if is_rank():
+            end_rank(error, error.exit_code)
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # whoever reads has seen enough: `wandistiller doctor | head`
@@ -70,6 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not is_rank():
+            raise
+        end_rank(error, 1)
 
 
 def parse(name: str, flags: Sequence[str]) -> Any:

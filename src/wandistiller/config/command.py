@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -18,3 +22,25 @@ class CommandConfig:
 
     def check(self) -> None:
         """Raise ``UsageError`` where values do not go together; needs no model and no device."""
+
+
+def command_line(command: str, config: CommandConfig, changes: Mapping[str, Any]) -> str:
+    """Return what to type for this configuration with some fields changed, in the way that this process was started."""
+    words = ["wandistiller", command]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        nodes = int(os.environ.get("WORLD_SIZE", local)) // int(local)
+        words = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc-per-node={local}", "-m", *words]
+    for field in dataclasses.fields(config):
+        value = changes.get(field.name, getattr(config, field.name))
+        # What came from a file is spelled out, so the file is not needed again.
+        if field.name == "config" or value == field.default or value is None:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, str(value)]
+    return shlex.join(words)

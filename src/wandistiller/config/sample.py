@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from wandistiller.config.command import CommandConfig, DtypeName
+from wandistiller.config.placement import PlacementName, parse_limits, parse_resident
 from wandistiller.errors import UsageError
 
 PICTURE_SUFFIXES = (".png",)
@@ -106,17 +107,59 @@ class SampleConfig(CommandConfig):
     device: str = "auto"
     """Where to compute: cuda, cuda:1, mps or cpu. 'auto' takes the best there is."""
 
+    placement: PlacementName = "auto"
+    """Where the transformer's weights live. 'gpu': on the card. 'offload': in host memory, blocks streamed to the card ahead
+    of their use; the model never touches the card as a whole. 'disk': the same from its files. 'cpu': the CPU computes.
+    'balanced', 'sequential': spread over several GPUs. 'custom': as --device-map says. 'auto': the fastest that fits."""
+
     offload_to_cpu: bool = False
-    """Keep the transformer in host memory and stream its blocks to the GPU: take it when the model does not fit the card.
-    The model never touches the card as a whole, not even while loading."""
+    """The same as --placement offload."""
+
+    resident: str = "auto"
+    """With --placement offload: how many blocks stay on the card. 'auto' finds how many the bus needs to keep up, as far as
+    there is room; 0 takes the least memory."""
+
+    eight_bit: bool = False
+    """With --placement offload: keep the blocks in 8 bits, which halves what crosses the bus and needs half the host memory,
+    at a small error, which is told."""
+
+    device_map: Path | None = None
+    """With --placement custom: JSON or TOML file that names a GPU's number, cpu or disk for each module."""
+
+    max_memory: tuple[str, ...] = ()
+    """With --placement balanced or sequential: most to use of each GPU in their order, and of the host, such as
+    20GiB 20GiB cpu=64GiB. Default: what is free."""
 
     vae_tiling: bool = False
     """Decode in tiles: take it when memory runs out at the very end, at the price of faint seams."""
 
     def check(self) -> None:
+        self._check_placement()
         self._check_sources()
         self._check_numbers()
         self._check_outputs()
+
+    @property
+    def placement_name(self) -> PlacementName:
+        """The placement, by whichever flag it was asked for."""
+        return "offload" if self.offload_to_cpu else self.placement
+
+    def _check_placement(self) -> None:
+        if self.offload_to_cpu and self.placement not in ("auto", "offload"):
+            raise UsageError(f"--offload-to-cpu and --placement {self.placement} were both given.", fix="Choose one of them.")
+        if (self.device_map is None) == (self.placement == "custom"):
+            raise UsageError(
+                "--placement custom and --device-map go together.",
+                fix="Give both, or choose another placement.",
+            )
+        if self.device_map is not None and not self.device_map.is_file():
+            raise UsageError(f"--device-map {self.device_map} does not exist.", fix="Check the path.")
+        if self.eight_bit and self.placement_name != "offload":
+            raise UsageError("--eight-bit goes with --placement offload.", fix="Give both.")
+        if self.max_memory and self.placement not in ("balanced", "sequential"):
+            raise UsageError("--max-memory goes with --placement balanced or sequential.", fix="Choose one of these.")
+        parse_resident(self.resident, "--resident")
+        parse_limits(self.max_memory, "--max-memory")
 
     def _check_sources(self) -> None:
         if not self.model and self.checkpoint is None:

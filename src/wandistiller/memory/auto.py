@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from wandistiller.errors import UsageError
+from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.memory.layout import lay_out, named_tensors
-from wandistiller.memory.monitor import available_host_memory, device_memory
+from wandistiller.memory.monitor import device_memory
 from wandistiller.memory.placement import Footprint, Placed, Placement, Subject, find_placement, register_placement
 from wandistiller.units import Bytes
 

@@ -103,12 +103,19 @@ class StoredModel:
                 tensor *= scale.reshape(-1, *[1] * (tensor.ndim - 1)) if scale.numel() > 1 else scale.reshape(())
         return tensor if dtype is None else tensor.to(dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the model's tensors take in the files."""
+        return sum(self.weights.entries[key].num_bytes for key in self.names.values())
+
     def read_for(self, key: str, dtype: torch.dtype | None) -> Tensor:
         """Return one tensor as a model in ``dtype`` has it: in float32 where Wan keeps that; None for what is stored."""
         return self.read(key, torch.float32 if stays_in_float32(self.architecture.model_class, key) else dtype)
 
     def locate(self, key: str, dtype: torch.dtype | None) -> Entry | None:
         """Return where a tensor's bytes lie as ``read_for`` gives them; None where it has to be converted."""
+        if key not in self.names:  # a buffer that the model computes for itself
+            return None
         entry = self.weights.entries[self.names[key]]
         wanted = torch.float32 if stays_in_float32(self.architecture.model_class, key) else dtype or entry.dtype
         is_as_used = entry.dtype == wanted and key not in self.scales and isinstance(self.weights, SafetensorsWeights)

@@ -6,13 +6,13 @@ function returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from wandistiller.errors import CheckpointError, UsageError, shortened
 from wandistiller.models.weight_files import SafetensorsWeights
@@ -23,9 +23,15 @@ _EMBEDDING_KEYS = ("embeddings", "prompt_embeds", "context")
 
 @torch.no_grad()
 def encode_prompts(
-    text_encoder: Path, tokenizer: Path, prompts: Sequence[str], *, device: torch.device | str, dtype: torch.dtype
+    text_encoder: Path,
+    tokenizer: Path,
+    prompts: Sequence[str],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    place: Callable[[nn.Module], object] | None = None,
 ) -> Tensor:
-    """Return the embeddings (prompts, 512, width) on the host."""
+    """Return the embeddings (prompts, 512, width) on the host; ``place`` puts the encoder elsewhere than on ``device``."""
     from diffusers import WanPipeline
     from transformers import AutoTokenizer, UMT5EncoderModel
 
@@ -35,7 +41,11 @@ def encode_prompts(
         raise CheckpointError(
             f"The tokenizer {tokenizer} cannot be loaded.", why=str(error).strip(), fix="Download the folder again."
         ) from error
-    encoder = load_whole(UMT5EncoderModel, text_encoder, dtype).to(device)
+    encoder = load_whole(UMT5EncoderModel, text_encoder, dtype)
+    if place is None:
+        encoder.to(device)
+    else:
+        place(encoder)
     pipeline = WanPipeline(tokenizer=words, text_encoder=encoder, vae=None, scheduler=None)
     embeddings = [
         pipeline.encode_prompt(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -10,10 +11,10 @@ from torch import nn
 
 from wandistiller.flow.path import NUM_TIMESTEPS
 from wandistiller.memory.monitor import memory_line
-from wandistiller.memory.streaming import stream_blocks
-from wandistiller.models.load import load_model
-from wandistiller.models.stored import StoredModel, build_empty
-from wandistiller.terminal import progress
+from wandistiller.memory.placement import Placed, Placement
+from wandistiller.memory.subjects import stored_subject
+from wandistiller.models.stored import StoredModel
+from wandistiller.terminal import progress, say
 from wandistiller.units import Bytes
 
 
@@ -27,15 +28,16 @@ class Experts:
         boundary: float | None,
         device: torch.device,
         dtype: torch.dtype,
-        offload_to_cpu: bool = False,
+        placement: Placement,
     ) -> None:
         self._stored = list(stored)
         self._boundary = boundary
         self._device = device
         self._dtype = dtype
-        self._offload = offload_to_cpu
+        self._placement = placement
         self._loaded: int | None = None
         self._model: nn.Module | None = None
+        self._placed: Placed | None = None
 
     def index_at(self, timestep: float) -> int:
         """Return which expert a timestep belongs to: the second below the boundary."""
@@ -54,31 +56,33 @@ class Experts:
 
     def release(self) -> None:
         """Free the transformer that is in memory."""
-        self._model = self._loaded = None
+        self._model = self._loaded = self._placed = None
         free_memory(self._device)
 
-    @property
-    def _should_stream(self) -> bool:
-        """On the CPU the weights are in host memory as it is."""
-        return self._offload and self._device.type != "cpu"
+    def keep_up(self) -> None:
+        """Call after a step: brings onto the device what the bus is too slow for, if there is room."""
+        if self._placed is not None:
+            note = self._placed.keep_up()
+            if note:
+                say(note)
 
     def _load(self, index: int) -> nn.Module:
         stored = self._stored[index]
         name = "transformer" if len(self._stored) == 1 else ("high-noise expert", "low-noise expert")[index]
-        total = sum(stored.weights.entries[key].num_bytes for key in stored.names.values())
-        note = f"Loading {name} ({Bytes(total)})"
+        note, reads = f"Loading {name} ({Bytes(stored.num_bytes)})", itertools.count()
         with progress(note, len(stored.names), "part", lambda: memory_line(self._device)) as advance:
-            if not self._should_stream:
-                return load_model(stored, dtype=self._dtype, device=self._device, on_tensor=lambda *_: advance())
 
-            def read(key: str) -> torch.Tensor:
+            def on_read() -> None:
+                next(reads)
                 advance()
-                return stored.read_for(key, self._dtype)
 
-            # From the meta device straight into the streams' own memory: the model is never whole anywhere else.
-            model = build_empty(stored.architecture, stored.config, dtype=self._dtype)
-            stream_blocks(model, list(model.blocks), self._device, read=read)
-            return model.requires_grad_(False)
+            # From the meta device straight to where the weights will be: the model is never whole anywhere else.
+            subject = stored_subject(stored, self._dtype, on_read=on_read)
+            self._placed = self._placement.attach(subject, self._device)
+            advance(len(stored.names) - next(reads))  # the rest is read from its file when it is used
+        if self._placed.note:
+            say(f"Placement {self._placed.note}")
+        return subject.model
 
 
 def free_memory(device: torch.device) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from wandistiller.config.placement import parse_limits, parse_resident
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.errors import UsageError
 from wandistiller.files import check_can_write
 from wandistiller.flow.guidance import needs_unconditional
 from wandistiller.flow.schedule import Schedule
 from wandistiller.flow.solver import SOLVERS
+from wandistiller.memory.rates import fastest_cpu_dtype
 from wandistiller.models.devices import find_device, find_dtype
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.sizes import SIZES, Size
@@ -50,6 +53,20 @@ class Job:
     @property
     def num_samples(self) -> int:
         return len(self.prompts) * self.config.batch_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one sample in the transformer."""
+        patch = self.transformers[0].config["patch_size"]
+        return math.prod(size // each for size, each in zip(self.geometry.latent_shape, patch, strict=True))
+
+    @property
+    def resident(self) -> int | Literal["auto"]:
+        return parse_resident(self.config.resident, "--resident")
+
+    @property
+    def max_memory(self) -> dict[int | str, int] | None:
+        return parse_limits(self.config.max_memory, "--max-memory")
 
     @property
     def vae_dtype(self) -> torch.dtype:
@@ -114,7 +131,7 @@ def prepare(config: SampleConfig) -> Job:
     job = Job(
         config=replace(config, sigma_shift=shift),
         device=device,
-        dtype=find_dtype(config.dtype, device),
+        dtype=_find_dtype(config, device),
         pipeline=pipeline,
         transformers=transformers,
         vae=vae,
@@ -166,9 +183,15 @@ def describe(job: Job) -> str:
     kept = job.transformers[0].kept_in_float32()
     if job.dtype != torch.float32:
         lines.append(f"{len(kept)} tensors stay in float32, as Wan keeps them: norms, modulation, time embedding")
-    if job.config.offload_to_cpu and job.device.type == "cpu":
-        lines.append("--offload-to-cpu changes nothing here: the CPU computes, so the weights are in its memory anyway")
+    if job.config.placement_name == "offload" and job.device.type == "cpu":
+        lines.append("--placement offload changes nothing here: the CPU computes, so the weights are in its memory anyway")
     return "\n".join(lines)
+
+
+def _find_dtype(config: SampleConfig, device: torch.device) -> torch.dtype:
+    if config.placement_name == "cpu" and config.dtype == "auto":
+        return fastest_cpu_dtype()
+    return find_dtype(config.dtype, device)
 
 
 def _parts(config: SampleConfig) -> set[str]:

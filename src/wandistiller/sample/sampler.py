@@ -17,7 +17,9 @@ from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.errors import OutputError
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.solver import SOLVERS
-from wandistiller.memory.monitor import memory_line
+from wandistiller.memory.monitor import Monitor
+from wandistiller.memory.placement import Placement, Subject
+from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.text import encode_prompts, read_embeddings
@@ -25,7 +27,9 @@ from wandistiller.sample.conditioning import Conditioning, encode_first_frame, e
 from wandistiller.sample.experts import Experts, free_memory
 from wandistiller.sample.job import Job, describe, prepare
 from wandistiller.sample.media import read_picture, to_bytes, write_clip, write_latents, write_picture
+from wandistiller.sample.remedies import find_remedies, placement_options
 from wandistiller.terminal import progress, say
+from wandistiller.units import Bytes
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,26 @@ class Sample:
 def run_sample(config: SampleConfig) -> list[Sample]:
     """Do the whole job and return the samples in the order of prompts and seeds."""
     job = prepare(config)
+    monitor = Monitor([job.device], lambda failure: find_remedies(job, failure))
+    # A device map that does not fit the model is found here, before anything is read.
+    placement = choose_placement(_placement_name(job), **placement_options(job))
+    placement.predict(stored_subject(job.transformers[0], job.dtype), job.device)
     say(describe(job))
-    conditioning = encode(job)
-    latents = denoise(job, conditioning)
-    return list(write(job, latents))
+    with monitor.phase("encoding", "text encoder"):
+        conditioning = encode(job)
+    with monitor.phase("denoising", "transformer"):
+        latents = denoise(job, conditioning, placement, monitor)
+    with monitor.phase("decoding and writing", "vae"):
+        samples = list(write(job, latents))
+    if job.device.type != "cpu":
+        say("Memory by phase: " + "; ".join(monitor.summary()))
+    return samples
+
+
+def _placement_name(job: Job) -> str:
+    """On the CPU the weights are in its memory as it is."""
+    streams = job.config.placement_name in ("auto", "offload") and job.device.type == "cpu"
+    return "gpu" if streams else job.config.placement_name
 
 
 @torch.no_grad()
@@ -63,7 +83,12 @@ def encode(job: Job) -> Conditioning:
         texts = [*job.prompts, *([config.negative_prompt] if job.needs_negative else [])]
         say(f"Encoding {len(job.prompts)} prompt{'s' if len(job.prompts) > 1 else ''}")
         text = encode_prompts(
-            job.pipeline.part("text_encoder"), job.pipeline.part("tokenizer"), texts, device=job.device, dtype=job.dtype
+            job.pipeline.part("text_encoder"),
+            job.pipeline.part("tokenizer"),
+            texts,
+            device=job.device,
+            dtype=job.dtype,
+            place=lambda encoder: _place_text_encoder(job, encoder),
         )
         text, negative = (text[:-1], text[-1:]) if job.needs_negative else (text, None)
         free_memory(job.device)
@@ -86,7 +111,7 @@ def encode(job: Job) -> Conditioning:
 
 
 @torch.no_grad()
-def denoise(job: Job, conditioning: Conditioning) -> Tensor:
+def denoise(job: Job, conditioning: Conditioning, placement: Placement, monitor: Monitor) -> Tensor:
     """Follow the flow from noise to latents (samples, channels, frames, height, width), float32, on the host.
 
     All prompts take each step together, so that each expert is loaded once however many prompts there are.
@@ -96,7 +121,7 @@ def denoise(job: Job, conditioning: Conditioning) -> Tensor:
         boundary=job.boundary,
         device=job.device,
         dtype=job.dtype,
-        offload_to_cpu=job.config.offload_to_cpu,
+        placement=placement,
     )
 
     def velocity(noisy: Tensor, sigma: float, timestep: float) -> Tensor:
@@ -115,9 +140,11 @@ def denoise(job: Job, conditioning: Conditioning) -> Tensor:
 
     latents = noise = _noise(job).to(job.device)
     experts.at(job.schedule.timesteps[0])  # so that the bar for loading is gone before the bar for steps
-    with progress("Sampling", job.schedule.num_steps, "step", lambda: memory_line(job.device)) as advance:
-        for latents in SOLVERS[job.solver].steps(velocity, noise, job.schedule):
+    with progress("Sampling", job.schedule.num_steps, "step", monitor.line) as advance:
+        for step, latents in enumerate(SOLVERS[job.solver].steps(velocity, noise, job.schedule)):
             advance()
+            if step == 0:
+                experts.keep_up()
     experts.release()
     latents = conditioning.place_first_frame(latents).cpu()
     if not torch.isfinite(latents).all():
@@ -127,6 +154,14 @@ def denoise(job: Job, conditioning: Conditioning) -> Tensor:
             fix="Try --dtype bfloat16 or float32; if it stays, the checkpoint is damaged.",
         )
     return latents
+
+
+def _place_text_encoder(job: Job, encoder: nn.Module) -> None:
+    """Put the text encoder where the transformer is going to be, as far as that makes sense for a model used once."""
+    same = {"gpu": "gpu", "cpu": "cpu", "offload": "offload", "disk": "offload"}
+    name = "gpu" if job.device.type == "cpu" else same.get(_placement_name(job), "auto")
+    blocks = list(encoder.get_submodule("encoder.block"))
+    choose_placement(name, resident=0, headroom=Bytes(2**30)).attach(Subject(model=encoder, blocks=blocks), job.device)
 
 
 def write(job: Job, latents: Tensor) -> Iterator[Sample]:

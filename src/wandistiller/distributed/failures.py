@@ -1,0 +1,40 @@
+"""How a rank ends that has failed: with its own message where torchrun shows it, and without waiting for anybody.
+
+torchrun shows the message of the rank that failed first, from a file that it names, and stops the others. A rank whose
+collective broke because another one died has nothing of its own to say, so it lets the other be first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from wandistiller.errors import WanDistillerError
+
+_BROKEN_COLLECTIVE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo", "Socket")
+_PATIENCE_SECONDS = 5.0
+
+
+def is_rank() -> bool:
+    """Say whether this process was started by torchrun."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def end_rank(error: BaseException, exit_code: int) -> NoReturn:
+    """Leave the error where torchrun looks for it and end at once: no collective, no destructor, can hold it up."""
+    is_ours = isinstance(error, WanDistillerError)
+    if not is_ours and any(sign in str(error) for sign in _BROKEN_COLLECTIVE):
+        time.sleep(_PATIENCE_SECONDS)  # torchrun ends this process in the meantime if another rank failed
+    text = str(error) if is_ours else "".join(traceback.format_exception(error))
+    print(f"error: {text}", file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

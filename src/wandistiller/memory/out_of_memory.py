@@ -1,0 +1,128 @@
+"""When memory runs out, of a device, of the host or of a disk: what is told, in gigabytes, and what to change.
+
+``note_failure`` is called where the error passes a phase, while the numbers are still those of the failure. ``advising``
+stands at the top of every command and turns the error into a message. Neither waits for other ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from wandistiller.config.command import CommandConfig, command_line
+from wandistiller.errors import OutOfRoomError, OutputError, WanDistillerError
+from wandistiller.memory.advice import Remedy, enough, in_order
+from wandistiller.units import Bytes
+
+_DEVICE_SIGNS = ("out of memory", "_ALLOC_FAILED", "CUDA error: out of memory")
+_HOST_SIGNS = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+_DISK_SIGNS = ("No space left on device", "Disk quota exceeded")
+_ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) ?([KMGT]iB|bytes)")
+
+
+@dataclass
+class Failure:
+    """Where and when memory ran out."""
+
+    kind: str
+    """device, host or disk"""
+    asked: Bytes | None
+    """What the failed request was for, where the error says it."""
+    phase: str = ""
+    role: str = ""
+    numbers: Sequence[str] = ()
+    """Lines about each device and the host, from the moment of the failure."""
+    free: Bytes = field(default_factory=lambda: Bytes(0))
+    in_use: Bytes = field(default_factory=lambda: Bytes(0))
+    """What tensors took on the fullest device at that moment."""
+    remedies: Sequence[Remedy] = ()
+
+
+def classify(error: BaseException) -> Failure | None:
+    """Say what ran out; None for any other error."""
+    if isinstance(error, OutputError) and isinstance(error.__cause__, OSError):
+        error = error.__cause__
+    text = str(error)
+    asked = _ASKED.search(text)
+    size = Bytes.parse(f"{asked[1]}{'' if asked[2] == 'bytes' else asked[2]}") if asked else None
+    if isinstance(error, torch.OutOfMemoryError):
+        return Failure("device", size)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Failure("disk", None)
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return Failure("host", size)
+    if isinstance(error, Exception) and not isinstance(error, WanDistillerError):
+        if any(sign in text for sign in _DISK_SIGNS):
+            return Failure("disk", None)
+        if isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS):
+            return Failure("host", size)
+        if isinstance(error, RuntimeError) and any(sign in text for sign in _DEVICE_SIGNS):
+            return Failure("device", size)
+    return None
+
+
+def note_failure(error: BaseException, complete: Callable[[Failure], None]) -> None:
+    """Write onto an error where it happened and what would help, once: the innermost phase knows best."""
+    failure = classify(error)
+    if failure is not None and not hasattr(error, "_wandistiller_failure"):
+        complete(failure)
+        error._wandistiller_failure = failure  # type: ignore[attr-defined]
+
+
+@contextmanager
+def advising(command: str, config: CommandConfig) -> Iterator[None]:
+    """Turn what means "out of memory" into a message with advice; let everything else through."""
+    try:
+        yield
+    except BaseException as error:
+        failure = getattr(error, "_wandistiller_failure", None) or classify(error)
+        if failure is None:
+            raise
+        raise describe(failure, command, config, error) from error
+
+
+def describe(failure: Failure, command: str, config: CommandConfig, error: BaseException) -> OutOfRoomError:
+    """Return the message: what ran out where, the numbers, the remedies, and a command line to paste."""
+    what = {"device": "Out of GPU memory", "host": "Out of host memory", "disk": "The disk is full"}[failure.kind]
+    if failure.phase:
+        what += f" while {failure.phase}"
+    if failure.role:
+        what += f", role {failure.role}"
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        what += f", rank {os.environ.get('RANK', '?')} of {world}"
+    why = list(failure.numbers)
+    if failure.asked is not None:
+        why.append(f"{failure.asked} more were asked for")
+    if failure.kind == "disk":
+        why += _disk_numbers(error)
+    remedies = in_order(failure.remedies)
+    shortage = max((failure.asked or 0) - failure.free, 0)
+    lines = [f"    {remedy}" for remedy in remedies]
+    if remedies:
+        changes = {name: value for remedy in enough(remedies, shortage) for name, value in remedy.changes.items()}
+        fix = "\n".join(["most memory for the least time first:", *lines, "  run: " + command_line(command, config, changes)])
+    else:
+        fix = {
+            "device": "Close what else uses the card, or take a smaller model, picture or batch.",
+            "host": "Close what else runs here, or take a smaller model; wandistiller doctor shows what is free.",
+            "disk": "Free some room there or write elsewhere, then run the same command again; nothing half-written is left.",
+        }[failure.kind]
+    return OutOfRoomError(what + ".", why="; ".join(why), fix=fix)
+
+
+def _disk_numbers(error: BaseException) -> list[str]:
+    name = getattr(error, "filename", None) or getattr(error.__cause__, "filename", None)
+    if name is None:
+        return []
+    folder = next((parent for parent in (Path(name), *Path(name).parents) if parent.is_dir()), Path())
+    usage = shutil.disk_usage(folder)
+    return [f"{folder} has {Bytes(usage.free)} free of {Bytes(usage.total)}"]

@@ -1,0 +1,51 @@
+"""How fast this machine copies and multiplies, measured in moments."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+COPY_BYTES = 64 * 2**20
+
+
+def copy_rate(device: torch.device, *, page_locked: bool = True, num_bytes: int = COPY_BYTES) -> float:
+    """Return host to device bandwidth in bytes a second."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=page_locked and device.type == "cuda")
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return num_bytes / _seconds(lambda: target.copy_(source, non_blocking=page_locked), device)
+
+
+@functools.cache
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return floating-point operations a second in the products that a transformer is made of."""
+    size = 4096 if device.type == "cuda" else 512
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: left @ right, device)
+
+
+def fastest_cpu_dtype() -> torch.dtype:
+    """Return the dtype that this CPU multiplies fastest: bfloat16 where it has instructions for that, else float32."""
+    cpu = torch.device("cpu")
+    return max((torch.float32, torch.bfloat16), key=lambda dtype: matmul_rate(cpu, dtype))
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of five runs after one to warm up."""
+    times = []
+    for _ in range(6):
+        _synchronise(device)
+        start = time.perf_counter()
+        work()
+        _synchronise(device)
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[2]
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -1,0 +1,55 @@
+"""Models as placements want them: still empty, with ways to get their weights from the user's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from wandistiller.memory.placement import Placement, Subject
+from wandistiller.memory.placements import find_placement
+from wandistiller.models.stored import StoredModel, build_empty
+from wandistiller.units import Bytes
+
+
+def stored_subject(
+    stored: StoredModel,
+    dtype: torch.dtype,
+    *,
+    on_read: Callable[[], object] = lambda: None,
+    model_class: type[nn.Module] | None = None,
+) -> Subject:
+    """Return a frozen model on the meta device with its files behind it; ``on_read`` is told of every tensor read."""
+
+    def read(name: str) -> Tensor:
+        on_read()
+        return stored.read_for(name, dtype)
+
+    model = build_empty(stored.architecture, stored.config, model_class, dtype=dtype).requires_grad_(False)
+    return Subject(model=model, blocks=list(model.blocks), read=read, locate=lambda name: stored.locate(name, dtype))
+
+
+def choose_placement(
+    name: str,
+    *,
+    resident: int | Literal["auto"] = "auto",
+    eight_bit: bool = False,
+    device_map: Path | None = None,
+    max_memory: Mapping[int | str, int] | None = None,
+    headroom: Bytes | None = None,
+) -> Placement:
+    """Return a placement by name with those of the options that concern it."""
+    match name:
+        case "auto":
+            return find_placement(name, headroom=headroom or Bytes(0))
+        case "offload":
+            return find_placement(name, resident=0 if eight_bit else resident, quantise=eight_bit)
+        case "custom":
+            return find_placement(name, map=device_map)
+        case "balanced" | "sequential":
+            return find_placement(name, max_memory=max_memory)
+        case _:
+            return find_placement(name)

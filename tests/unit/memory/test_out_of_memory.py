@@ -1,0 +1,211 @@
+"""Whatever runs out, the message says where, how much, and what to change, in this run's own numbers and flags."""
+
+import errno
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from wandistiller import api
+from wandistiller.cli.main import parse
+from wandistiller.config.command import command_line
+from wandistiller.config.sample import SampleConfig
+from wandistiller.errors import OutOfRoomError
+from wandistiller.memory import out_of_memory
+from wandistiller.memory.advice import Remedy, enough, in_order
+from wandistiller.memory.monitor import Monitor
+from wandistiller.memory.out_of_memory import advising, classify
+from wandistiller.sample import sampler
+from wandistiller.units import Bytes
+
+CUDA_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.6 GiB of which 1.2 GiB is free."
+)
+
+
+def host_error():
+    """What PyTorch really raises when the host has no room."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "asked"),
+    [
+        (torch.OutOfMemoryError(CUDA_MESSAGE), "device", Bytes.parse("2.5GiB")),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "device", None),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), "device", None),
+        (host_error(), "host", Bytes(2**60)),
+        (MemoryError(), "host", None),
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "disk", None),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "disk", None),
+    ],
+)
+def test_what_ran_out(error, kind, asked):
+    failure = classify(error)
+    assert (failure.kind, failure.asked) == (kind, asked)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), KeyError("x"), OSError(errno.ENOENT, "gone")])
+def test_other_errors_are_left_alone(error):
+    with pytest.raises(type(error)) as caught, advising("sample", SampleConfig()):
+        raise error
+    assert caught.value is error
+
+
+def remedy(name, gib, slowdown):
+    return Remedy(changes={name: True}, saves=Bytes(int(gib * 2**30)), slowdown=slowdown)
+
+
+def test_remedies_are_ordered_by_gigabytes_saved_against_time_lost():
+    slow, quick, useless, small = (
+        remedy("slow", 10, 3.0),
+        remedy("quick", 8, 1.1),
+        remedy("useless", 0, 1),
+        remedy("small", 1, 1),
+    )
+    assert in_order([slow, useless, small, quick]) == [quick, small, slow]
+    gib = 2**30
+    assert enough([quick, small, slow], 5 * gib) == [quick]
+    assert enough([quick, small, slow], 8.5 * gib) == [quick, small]
+    assert enough([quick, small, slow], 100 * gib) == [quick, small, slow]
+    again = remedy("quick", 3, 1.0)
+    assert enough([quick, again], 100 * gib) == [quick], "one field is changed once"
+
+
+def test_the_message_has_the_phase_the_numbers_and_a_command_to_paste(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = SampleConfig(model="tiny", prompt=("a red ball", "it's"), steps=7)
+    offload = Remedy(changes={"placement": "offload"}, saves=Bytes(2**34), slowdown=1.25, why="weights in host memory")
+    monitor = Monitor([torch.device("cpu")], remedies=lambda failure: [offload])
+    with pytest.raises(OutOfRoomError) as caught, advising("sample", config), monitor.phase("denoising", "transformer"):
+        raise torch.OutOfMemoryError(CUDA_MESSAGE)
+    text = str(caught.value)
+    assert text.startswith("Out of GPU memory while denoising, role transformer, rank 1 of 2.")
+    assert "2.5 GiB more were asked for" in text
+    assert "the host has" in text
+    assert "--placement offload: frees 16.0 GiB, about 1.2 times as long (weights in host memory)" in text
+    assert """run: wandistiller sample --model tiny --prompt 'a red ball' 'it'"'"'s' --steps 7 --placement offload""" in text
+    assert caught.value.exit_code == 1
+
+
+def test_the_innermost_phase_is_named():
+    monitor = Monitor([torch.device("cpu")])
+    with (
+        pytest.raises(OutOfRoomError, match="while sampling, role vae"),
+        advising("sample", SampleConfig()),
+        monitor.phase("training", "student"),
+        monitor.phase("sampling", "vae"),
+    ):
+        raise MemoryError
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model", "tiny", "--prompt", "a", "b c", "--no-vae-tiling", "--output-latent", "--seed", "3"],
+        ["--checkpoint", "x y.safetensors", "--cond", "c.safetensors", "--cfg-scale", "1.5", "--offload-to-cpu"],
+    ],
+)
+def test_a_command_line_says_the_configuration_again(flags):
+    config = parse("sample", flags)
+    words = shlex.split(command_line("sample", config, {}))
+    assert words[:2] == ["wandistiller", "sample"]
+    assert parse("sample", words[2:]) == config
+
+
+def test_a_command_line_under_torchrun(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    line = command_line("sample", SampleConfig(model="tiny"), {"steps": 3})
+    assert line == "torchrun --nnodes=2 --nproc-per-node=4 -m wandistiller sample --model tiny --steps 3"
+
+
+@pytest.mark.parametrize(
+    ("place", "flags", "expected"),
+    [
+        ("denoise", {"batch_size": 4}, ["while denoising, role transformer", "--batch-size 2"]),
+        ("write", {"width": 512, "height": 512}, ["while decoding and writing, role vae", "--vae-tiling"]),
+    ],
+)
+def test_sampling_that_runs_out_of_memory(tmp_path, monkeypatch, place, flags, expected):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError(CUDA_MESSAGE)
+
+    monkeypatch.setattr(sampler, place, fail)
+    with pytest.raises(OutOfRoomError) as caught:
+        api.sample(model="tiny", prompt="x", steps=1, output=tmp_path / "x.png", **flags)
+    for text in expected:
+        assert text in str(caught.value)
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
+    def full(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x.png"))
+
+    monkeypatch.setattr("PIL.Image.Image.save", full)
+    with pytest.raises(OutOfRoomError, match="The disk is full while decoding and writing") as caught:
+        api.sample(model="tiny", prompt="x", steps=1, output=tmp_path / "x.png")
+    assert f"{tmp_path} has" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_host_memory_that_runs_out_for_real(tmp_path):
+    """A process that may not have the memory that it needs: what PyTorch raises, and what the user reads."""
+    code = (
+        "import torch, sys\n"
+        "from wandistiller.cli.main import main\n"
+        "from wandistiller.sample import sampler\n"
+        "sampler.denoise = lambda *a, **k: torch.ones(2**36)\n"
+        f"sys.exit(main(['sample', '--model', 'tiny', '--prompt', 'x', '--output', '{tmp_path}/x.png']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "error: Out of host memory while denoising, role transformer." in done.stderr
+    assert "256.0 GiB more were asked for" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+TWO_RANKS = """
+import sys, torch, torch.distributed as dist
+from wandistiller import api
+from wandistiller.cli import main as cli
+from wandistiller.memory.monitor import Monitor
+from wandistiller.memory.advice import Remedy
+from wandistiller.units import Bytes
+
+def sample(config):
+    dist.init_process_group("gloo")
+    monitor = Monitor([torch.device("cpu")], lambda failure: [Remedy(changes={"batch_size": 2}, saves=Bytes(2**30))])
+    from wandistiller.memory.out_of_memory import advising
+    with advising("sample", config), monitor.phase("denoising", "transformer"):
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+        dist.all_reduce(torch.zeros(1))  # waits for a rank that will not come
+
+api.sample = sample
+sys.exit(cli.main(["sample", "--model", "tiny", "--prompt", "x", "--batch-size", "4"]))
+"""
+
+
+def test_one_of_two_ranks_ends_the_job_in_seconds_with_its_advice(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(TWO_RANKS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(out_of_memory.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    start = time.monotonic()
+    # Without the ending of its own, rank 0 would wait for half an hour; what is asserted is that it does not.
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    print(f"{time.monotonic() - start:.1f} s", done.stderr)
+    assert done.returncode == 1
+    assert "error: Out of GPU memory while denoising, role transformer, rank 1 of 2." in done.stderr
+    command = "torchrun --nproc-per-node=2 -m wandistiller sample --model tiny --prompt x --batch-size 2"
+    assert done.stderr.count(command) == 2, "once from the rank itself, once as the root cause that torchrun shows"
