@@ -9,7 +9,11 @@ import torch
 from wandistiller.api import doctor, sample
 from wandistiller.memory import attention
 from wandistiller.memory.activations import POLICIES, apply_policy
+from wandistiller.memory.allocation_sites import AllocationRecorder
 from wandistiller.memory.host import HostBudget, page_locked_bytes
+from wandistiller.memory.monitor import Monitor, device_memory
+from wandistiller.memory.placement import Subject
+from wandistiller.memory.placements import find_placement
 from wandistiller.memory.streaming import stream_blocks
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, build_empty
@@ -202,6 +206,78 @@ def test_sampling_offloaded_draws_the_same(tmp_path, dtype):
     offloaded = sample(output=tmp_path / "b.png", offload_to_cpu=True, **options)[0].latents
     assert torch.equal(resident, offloaded)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_the_line_that_leaks_is_named(tmp_path):
+    recorder, kept = AllocationRecorder(), []
+    try:
+        for step in range(20):
+            kept.append(torch.zeros(2**20, device=CUDA))  # the leak
+            if step == 9:
+                recorder.take_baseline()
+        found = recorder.write(tmp_path / "memory.pickle")
+    finally:
+        recorder.close()
+    assert found[0].num_bytes == 10 * 2**22
+    assert "test_cuda.py" in found[0].site
+    assert "test_the_line_that_leaks_is_named" in found[0].site
+    assert (tmp_path / "memory.pickle").stat().st_size > 1000
+
+
+def test_a_monitor_reads_the_card():
+    monitor = Monitor([CUDA])
+    with monitor.phase("first"):
+        big = torch.zeros(2**28, device=CUDA)
+        del big
+    with monitor.phase("second"):
+        small = torch.zeros(2**20, device=CUDA)
+    first, second = (monitor.peaks[name, "cuda:0"].peak for name in ("first", "second"))
+    assert first - second > 2**29
+    found = monitor.observe()
+    assert found["memory/cuda:0/allocated_gb"] == pytest.approx(torch.cuda.memory_allocated() / 1e9)
+    assert small.is_cuda
+    assert any(line.startswith("cuda:0 has") for line in monitor.describe())
+
+
+def test_a_limited_process_knows_its_limit():
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(CUDA).total_memory
+    torch.cuda.set_per_process_memory_fraction(4 * 2**30 / total, CUDA)
+    try:
+        memory = device_memory(CUDA)
+        assert memory.total == pytest.approx(4 * 2**30, rel=0.01)
+        assert memory.free <= memory.total - memory.reserved
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+
+
+def test_blocks_stay_where_the_bus_is_too_slow(state, inputs):
+    """One short picture: a block's copy takes far longer than its computation, so as many stay as there is room for."""
+    model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16).requires_grad_(False)
+    short = (inputs[0][..., :8, :8].contiguous(), *inputs[1:])
+    with torch.no_grad():
+        expected = make(state)(*short)[0]
+        subject = Subject(model=model, blocks=list(model.blocks), read=state.__getitem__)
+        placed = find_placement("offload", resident="auto").attach(subject, CUDA)
+        before = placed.footprint.device
+        assert torch.equal(model(*short)[0], expected)
+        assert "blocks stay on cuda:0" in placed.keep_up()
+        assert placed.footprint.device > before
+        for _ in range(3):
+            assert torch.equal(model(*short)[0], expected)
+        placed.detach()
+        assert torch.equal(model.to(CUDA)(*short)[0], expected)
+
+
+@pytest.mark.parametrize("placement", ["gpu", "cpu", "offload", "disk", "balanced", "sequential", "custom", "auto"])
+def test_sampling_by_placement(tmp_path, placement):
+    options = {"model": "tiny", "prompt": "x", "steps": 3, "device": "cuda", "dtype": "float32", "width": 64, "height": 64}
+    expected = sample(output=tmp_path / "a.png", placement="gpu", **options)[0].latents
+    if placement == "custom":
+        (tmp_path / "map.json").write_text('{"": 0, "blocks": {"0": "cpu", "1": "disk"}}')
+        options |= {"device_map": tmp_path / "map.json"}
+    found = sample(output=tmp_path / "b.png", placement=placement, **options)[0].latents
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_doctor():

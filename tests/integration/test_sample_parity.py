@@ -245,19 +245,19 @@ def test_single_files_draw_what_their_pipeline_draws(tiny_folder, tmp_path):
     assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(Image.open(tmp_path / "b.png")))
 
 
-def test_offloaded_is_the_same(tiny_folder, tmp_path, monkeypatch):
-    """The streamed transformer draws the same bytes; here the device is a CPU that pretends to be another."""
-    from wandistiller.sample import experts
+@pytest.mark.parametrize("placement", ["auto", "cpu", "offload", "disk", "balanced", "sequential", "custom"])
+def test_every_placement_draws_the_same(tiny_folder, tmp_path, monkeypatch, placement):
+    """Here the device is a CPU, which is asked to stream all the same."""
+    from wandistiller.sample import sampler
 
     options = {"model": str(tiny_folder), "prompt": ("x",), "steps": 3, "cfg_scale": 2.0, **COMMON}
     resident = sample(output=tmp_path / "a.safetensors", **options)[0].latents
-    streamed = []
-    original = experts.stream_blocks
-    monkeypatch.setattr(experts, "stream_blocks", lambda *args, **kw: streamed.append(original(*args, **kw)))
-    monkeypatch.setattr(experts.Experts, "_should_stream", property(lambda self: True))
-    offloaded = sample(output=tmp_path / "b.safetensors", offload_to_cpu=True, **options)[0].latents
-    assert len(streamed) == 1
-    assert torch.equal(resident, offloaded)
+    monkeypatch.setattr(sampler, "_placement_name", lambda job: placement)
+    if placement == "custom":
+        (tmp_path / "map.json").write_text('{"": "cpu", "blocks": {"0": "disk"}}')
+        options |= {"device_map": tmp_path / "map.json"}
+    placed = sample(output=tmp_path / "b.safetensors", placement=placement, **options)[0].latents
+    assert torch.equal(resident, placed)
 
 
 def test_two_experts_with_unipc(two_expert_folder, tmp_path):

@@ -22,6 +22,7 @@ from wandistiller.memory.block_store import QuantisedStore
 from wandistiller.memory.host import HostBudget
 from wandistiller.memory.layout import BlockLayout, align, lay_out, named_tensors
 from wandistiller.memory.monitor import device_memory
+from wandistiller.memory.shared_host import ranks_here, share
 from wandistiller.memory.streaming import BlockStream, ReadTensor, bind, spread_evenly, stream_blocks
 from wandistiller.models.weight_files import Entry
 from wandistiller.units import Bytes
@@ -36,6 +37,8 @@ class Subject:
     read: ReadTensor | None = None
     locate: Callable[[str], Entry | None] | None = None
     """Where a tensor lies in the user's files as it is used; None for one that has to be converted."""
+    key: str = ""
+    """What tells the weights apart from all others, for ranks that share them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +123,8 @@ class OnDevice(Placement):
 class OnHost(Placement):
     """All weights in host memory, and the CPU computes; inputs and outputs travel.
 
-    Weights that lie in the user's files as they are used are mapped from there: all processes of a machine share one copy.
+    Weights that lie in the user's files as they are used are mapped from there, and others are put into shared memory where
+    a machine has several ranks: all of them share one copy.
     """
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
@@ -269,14 +273,24 @@ class _StreamPlan:
 def _move(subject: Subject, device: torch.device) -> None:
     """Give every tensor its values on a device, one at a time; on the CPU, mapped from the user's files where they allow."""
     maps: dict[str, Tensor] = {}
+    to_read: dict[str, Tensor] = {}
     for name, tensor in named_tensors(subject.model):
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
             continue
-        assert subject.read is not None
         entry = subject.locate(name) if subject.locate is not None and device.type == "cpu" else None
         value = _mapped(entry, maps) if entry is not None else None
-        bind(tensor, subject.read(name).to(device) if value is None else value)
+        if value is None:
+            to_read[name] = tensor
+        else:
+            bind(tensor, value)
+    read = subject.read
+    if to_read and device.type == "cpu" and ranks_here() > 1 and not any(each.requires_grad for each in to_read.values()):
+        assert read is not None
+        read = share(subject.key, {name: (each.shape, each.dtype) for name, each in to_read.items()}, read).__getitem__
+    for name, tensor in to_read.items():
+        assert read is not None
+        bind(tensor, read(name).to(device))
 
 
 def _mapped(entry: Entry, maps: dict[str, Tensor]) -> Tensor | None:

@@ -29,7 +29,13 @@ def stored_subject(
         return stored.read_for(name, dtype)
 
     model = build_empty(stored.architecture, stored.config, model_class, dtype=dtype).requires_grad_(False)
-    return Subject(model=model, blocks=list(model.blocks), read=read, locate=lambda name: stored.locate(name, dtype))
+    return Subject(
+        model=model,
+        blocks=list(model.blocks),
+        read=read,
+        locate=lambda name: stored.locate(name, dtype),
+        key=f"{stored.weights.path.resolve()} {dtype}",
+    )
 
 
 def choose_placement(

@@ -1,0 +1,86 @@
+"""Ranks of one machine share one copy of what has to be converted; its memory is gone when they are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wandistiller.memory import shared_host
+
+RANK = """
+import re, sys, torch
+from pathlib import Path
+from wandistiller.memory.subjects import stored_subject
+from wandistiller.memory.placements import find_placement
+from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
+
+reads = []
+stored = inspect_checkpoint(Path(sys.argv[1]), TRANSFORMER)
+subject = stored_subject(stored, torch.float32, on_read=lambda: reads.append(1))
+find_placement("cpu").attach(subject, torch.device("cpu"))
+total = sum(parameter.double().sum() for parameter in subject.model.parameters())
+print("ready", len(reads), float(total), flush=True)
+sys.stdin.readline()
+share, inside = 0, False
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+        inside = "wandistiller-" in line
+    elif inside and line.startswith("Pss:"):
+        share += int(line.split()[1]) * 1024
+print("share", share, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs Linux's account of shared memory")
+def test_two_ranks_share_one_copy(tiny_folder, tmp_path):
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    before = set(shared_host._folder().glob("wandistiller-*"))
+    environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": tmp_path.name}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path / "half")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for _ in range(2)
+    ]
+
+    def ask(word):
+        lines = [rank.stdout.readline().split() for rank in ranks]
+        assert all(line[0] == word for line in lines), lines
+        for rank in ranks:
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        return [line[1:] for line in lines]
+
+    ready = ask("ready")
+    assert sorted(int(reads) > 0 for reads, _ in ready) == [False, True], "one rank reads, the other maps"
+    assert ready[0][1] == ready[1][1]
+    converted = sum(p.numel() * 4 for p in model.parameters() if p.dtype == torch.bfloat16)
+    together = sum(int(share[0]) for share in ask("share"))
+    assert 0.9 * converted < together < 1.15 * converted + 2 * 4096
+    assert all(rank.wait(timeout=60) == 0 for rank in ranks)
+    assert set(shared_host._folder().glob("wandistiller-*")) <= before
+
+
+def test_what_a_killed_job_left_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_host, "_folder", lambda: tmp_path)
+    left = tmp_path / f"{shared_host._prefix()}abc.weights"
+    left.write_bytes(b"x")
+    held = tmp_path / f"{shared_host._prefix()}def.weights"
+    held.write_bytes(b"x")
+    shared_host._hold(held)
+    shared_host.remove_abandoned()
+    assert not left.exists()
+    assert held.exists()
+    shared_host._release()
+    assert not held.exists()
