@@ -33,6 +33,7 @@ from wandistiller.memory.streaming import stream_blocks
 SHAPES = {
     "wan2.2-5b": {"video, 27,280 tokens": (31, 44, 80, 1), "one image": (1, 44, 80, 1), "8 images": (1, 44, 80, 8)},
     "wan2.1-14b": {"video, 32,760 tokens": (21, 60, 104, 1), "one image": (1, 60, 104, 1), "8 images": (1, 60, 104, 8)},
+    "wan2.1-1.3b": {"video, 32,760 tokens": (21, 60, 104, 1), "one image": (1, 60, 104, 1), "8 images": (1, 60, 104, 8)},
     "tiny": {"video, 48 tokens": (3, 8, 8, 1), "one image": (1, 8, 8, 1), "8 images": (1, 8, 8, 8)},
 }
 Ready = Callable[[str, RandomWeights], nn.Module]

@@ -132,17 +132,17 @@ class DiskStore:
     def _pieces(self, index: int, flat: Tensor) -> list[Callable[[], None]]:
         """Return the reads that fill a buffer with a block."""
         pieces: list[Callable[[], None]] = []
+        stretches: list[_Stretch] = []
         for member in self.layouts[index].members:
             entry = self._locate(index, member)
             if entry is None:
                 pieces.append(functools.partial(self._convert, index, member, flat))
                 continue
-            target = flat[member.offset : member.offset + member.num_bytes]
-            file = self._descriptor(entry.file)
-            pieces += [
-                functools.partial(_read_exactly, file, target[start : start + PIECE_BYTES], entry.offset + start, entry)
-                for start in range(0, member.num_bytes, PIECE_BYTES)
-            ]
+            view = memoryview(flat[member.offset : member.offset + member.num_bytes].numpy())
+            for start in range(0, member.num_bytes, PIECE_BYTES):
+                part = view[start : start + PIECE_BYTES]
+                stretches.append(_Stretch(entry.file, entry.offset + start, [part], entry.name))
+        pieces += [functools.partial(_read_exactly, self._descriptor(each.file), each) for each in _joined(stretches)]
         return pieces
 
     def _convert(self, index: int, member: Member, flat: Tensor) -> None:
@@ -154,15 +154,45 @@ class DiskStore:
         return self._files[file]
 
 
-def _read_exactly(descriptor: int, target: Tensor, offset: int, entry: Entry) -> None:
-    view = memoryview(target.numpy())
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
+@dataclass
+class _Stretch:
+    """Neighbouring bytes of a file and the places in memory that they go to."""
+
+    file: Path
+    offset: int
+    targets: list[memoryview]
+    first_tensor: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(target) for target in self.targets)
+
+
+def _joined(stretches: list[_Stretch]) -> list[_Stretch]:
+    """Join what lies side by side in a file, up to the size of a piece: a block's many small tensors become few reads."""
+    joined: list[_Stretch] = []
+    for each in sorted(stretches, key=lambda stretch: (stretch.file, stretch.offset)):
+        last = joined[-1] if joined else None
+        is_next = last is not None and last.file == each.file and last.offset + last.num_bytes == each.offset
+        if last is not None and is_next and last.num_bytes + each.num_bytes <= PIECE_BYTES and len(last.targets) < 64:
+            last.targets += each.targets
+        else:
+            joined.append(each)
+    return joined
+
+
+def _read_exactly(descriptor: int, stretch: _Stretch) -> None:
+    offset, left = stretch.offset, list(stretch.targets)
+    while left:
+        count = os.preadv(descriptor, left, offset)
         if count == 0:
             raise CheckpointError(
-                f"{entry.file} ends inside tensor '{entry.name}'.",
+                f"{stretch.file} ends inside tensor '{stretch.first_tensor}' or one after it.",
                 why="the file became shorter while it was in use.",
                 fix="Copy or download the file again, and do not change it while a model streams from it.",
             )
-        done += count
+        offset += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left and count:
+            left[0] = left[0][count:]

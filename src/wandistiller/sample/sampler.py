@@ -143,7 +143,7 @@ def denoise(job: Job, conditioning: Conditioning, placement: Placement, monitor:
     with progress("Sampling", job.schedule.num_steps, "step", monitor.line) as advance:
         for step, latents in enumerate(SOLVERS[job.solver].steps(velocity, noise, job.schedule)):
             advance()
-            if step == 0:
+            if step == 1:  # the first one is slow: kernels are loaded
                 experts.keep_up()
     experts.release()
     latents = conditioning.place_first_frame(latents).cpu()
