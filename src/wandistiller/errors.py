@@ -45,6 +45,10 @@ class OutputError(WanDistillerError):
     """A result could not be written, or what was written does not prove equal to its source."""
 
 
+class TrainingError(WanDistillerError):
+    """A training cannot go on."""
+
+
 class OutOfRoomError(WanDistillerError):
     """Memory of a device, of the host, or of a disk is used up."""
 

@@ -34,9 +34,13 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
         yield partial
         if target.exists() and target.is_dir() != partial.is_dir():
             raise OutputError(f"{target} is in the way.", why="a folder is never replaced by a file, nor a file by a folder.")
+        # On the disk before it has its name: a power cut must not leave a named file without its content.
+        for path in [*partial.rglob("*"), partial]:
+            _flush(path)
         if target.is_dir():  # a folder with content cannot be renamed over
             target.rename(former)
         partial.replace(target)
+        _flush(target.parent)
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "Choose another place for it.")
         raise OutputError(f"{target} could not be written.", why=str(error), fix=advice) from error
@@ -46,6 +50,17 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
                 leftover.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_can_write(target: Path) -> None:

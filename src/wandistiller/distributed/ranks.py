@@ -1,0 +1,99 @@
+"""torchrun's environment: who this process is, and the few collectives that training needs beside DDP's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wandistiller.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and talks."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, on all of them."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def wait(self) -> None:
+        """Return when every rank is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def any(self, value: bool) -> bool:
+        """Say whether a condition holds on some rank, with the same answer on all."""
+        if self.world_size == 1:
+            return value
+        flag = torch.tensor([float(value)], device=_collective_device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Average a tensor over the ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+            values /= self.world_size
+        return values
+
+
+def read_ranks() -> Ranks:
+    """Read who this process is; alone if torchrun did not start it."""
+    environment = os.environ
+    return Ranks(
+        int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")), int(environment.get("LOCAL_RANK", "0"))
+    )
+
+
+@contextmanager
+def joined(device: torch.device, timeout_seconds: float = 600.0) -> Iterator[Ranks]:
+    """Join the job's ranks for as long as the block runs: NCCL between CUDA devices, else gloo."""
+    ranks = read_ranks()
+    if ranks.world_size == 1:
+        yield ranks
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "mps":
+        raise UsageError("Several ranks on Apple GPUs are not possible.", fix="Start without torchrun.")
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    yield ranks
+    # Only after success: a rank that failed must not wait for the others here.
+    dist.destroy_process_group()
+
+
+def rank_device(name: str, ranks: Ranks) -> str:
+    """Return the name of the device for a rank: each has a CUDA device of its own."""
+    is_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    if ranks.world_size == 1 or not is_cuda:
+        return name
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"There are more ranks on this machine than its {torch.cuda.device_count()} GPUs.",
+            fix="Start with --nproc-per-node of that number, or use --device cpu.",
+        )
+    return f"cuda:{ranks.local_rank}"
+
+
+def _collective_device() -> torch.device:
+    is_nccl_only = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl_only else torch.device("cpu")

@@ -1,0 +1,56 @@
+"""What a loop tells whoever listens. A whole optional feature (samples, metrics, an average) is one callback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from wandistiller.train.ema import MovingAverage
+
+if TYPE_CHECKING:
+    from wandistiller.train.loop import Loop
+
+
+class Callback:
+    """Does nothing at any event; a feature overrides those that it needs."""
+
+    def started(self, loop: Loop) -> None:
+        """Before the first step of this process."""
+
+    def stepped(self, loop: Loop) -> None:
+        """After every step."""
+
+    def logged(self, loop: Loop, values: Mapping[str, float]) -> None:
+        """After every logging interval, with its averages."""
+
+    def saved(self, loop: Loop, path: str) -> None:
+        """After a state was written, on rank 0."""
+
+    def ended(self, loop: Loop) -> None:
+        """After the last step."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what has to be saved with the run."""
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what was saved."""
+
+
+class KeepAverage(Callback):
+    """Keeps a moving average of a trained role."""
+
+    def __init__(self, average: MovingAverage) -> None:
+        self.average = average
+
+    def stepped(self, loop: Loop) -> None:
+        self.average.update(loop.step)
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self.average.averages)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, average in self.average.averages.items():
+            average.copy_(tensors[name])

@@ -1,0 +1,296 @@
+"""The loop: steps, accumulates, clips, saves, resumes. It knows no method, and all that is optional is a callback.
+
+One optimiser step is one global step, whatever the accumulation or the number of turns. Losses stay on the device and are read
+once a logging interval and before anything is saved; one that is not finite stops the run then, with the batch that gave it.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from wandistiller.checkpoint.training_state import TrainingState, TrainingStates
+from wandistiller.data.batches import StepPlan
+from wandistiller.data.loader import Batch, SampleReader, load_steps
+from wandistiller.distributed.ranks import Ranks
+from wandistiller.errors import TrainingError, shortened
+from wandistiller.train.callbacks import Callback
+from wandistiller.train.method import Losses, Method, Turn
+from wandistiller.train.optimisation import MixedPrecision, Optimisation, autocast
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """When to do what."""
+
+    num_steps: int
+    log_every: int = 10
+    save_every: int = 0
+    """Steps between states; 0 saves at the end alone."""
+    workers: int = 0
+    seed: int = 0
+    precision: MixedPrecision = "no"
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """How a run ended."""
+
+    step: int
+    signal: int | None
+    """The signal that ended it early."""
+    state: str | None
+    """Where its state is."""
+
+
+class Loop:
+    """Takes steps until they are done or somebody interrupts."""
+
+    def __init__(
+        self,
+        method: Method,
+        optimisations: Mapping[str, Optimisation],
+        reader: SampleReader,
+        plan: StepPlan,
+        options: LoopOptions,
+        *,
+        device: torch.device,
+        ranks: Ranks,
+        states: TrainingStates | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        """``optimisations`` has one for the role of each turn."""
+        self.method = method
+        self.optimisations = optimisations
+        self.options = options
+        self.device = device
+        self.ranks = ranks
+        self.step = 0
+        """Steps done."""
+        self.position = 0
+        """Micro-batches of all ranks taken."""
+        self.batches: list[Batch] = []
+        """Those of the last step, for callbacks."""
+        self._reader = reader
+        self._plan = plan
+        self._states = states
+        self._callbacks = list(callbacks)
+        self._recent: list[tuple[int, str, tuple[str, ...], Tensor]] = []
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._signal: int | None = None
+        self._saved_step = -1
+        for role in method.roles.values():
+            if role.is_trained and ranks.world_size > 1 and role.trained_parameters:
+                devices = [device] if device.type == "cuda" else None
+                role.call = DistributedDataParallel(role.model, device_ids=devices)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.position / self._plan.plan.batches_per_epoch
+
+    def run(self) -> Stopped:
+        """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
+        with self._interrupts():
+            self._tell("started")
+            saved = None
+            steps = load_steps(
+                self._reader,
+                self._plan,
+                start=self.position,
+                rank=self.ranks.rank,
+                seed=self.options.seed,
+                workers=self.options.workers,
+            )
+            started, since = time.perf_counter(), self.step
+            while self.step < self.options.num_steps and not self.ranks.any(self._signal is not None):
+                self._take_step([batch.to(self.device) for batch in next(steps)])
+                if self.step % self.options.log_every == 0 or self.step == self.options.num_steps:
+                    values = self._read_metrics()
+                    now = time.perf_counter()
+                    values["seconds_per_step"] = (now - started) / (self.step - since)
+                    started, since = now, self.step
+                    self._tell("logged", values)
+                self._tell("stepped")
+                if self.options.save_every and self.step % self.options.save_every == 0:
+                    saved = self.save()
+            self._check_losses()
+            if self._saved_step != self.step:
+                saved = self.save()
+            self._tell("ended")
+        return Stopped(self.step, self._signal, saved)
+
+    def save(self) -> str | None:
+        """Write the state; rank 0 does, and the others wait for it."""
+        self._check_losses()
+        self._saved_step = self.step
+        if self._states is None:
+            return None
+        generators = self.ranks.gather(_random_states(self.device))
+        path = None
+        if self.ranks.is_first:
+            path = str(self._states.save(self._state(generators)))
+            self._tell("saved", path)
+        self.ranks.wait()
+        return path
+
+    def load(self, state: TrainingState) -> None:
+        """Go on from a state."""
+        self.step, self.position = state.step, state.facts["position"]
+        self._saved_step = self.step
+        for name, role in self.method.roles.items():
+            parameters, values = role.trained_parameters, state.part(f"roles/{name}")
+            if parameters.keys() != values.keys():
+                missing = parameters.keys() ^ values.keys()
+                raise TrainingError(
+                    f"The state is of another training: {shortened(sorted(missing))} of role '{name}' do not match.",
+                    fix="Resume with the model and the flags that it was started with.",
+                )
+            with torch.no_grad():
+                for key, parameter in parameters.items():
+                    parameter.copy_(values[key])
+        for name, optimisation in self.optimisations.items():
+            optimisation.load_state(state.part(f"optimisers/{name}"), state.facts["optimisers"][name])
+        for callback in self._callbacks:
+            callback.load(state.part(f"callbacks/{type(callback).__name__}"))
+        generators = state.facts["generators"]
+        # The random numbers last, because loading may draw some. With another number of ranks each takes one that is there.
+        _set_random_states(generators[self.ranks.rank % len(generators)], self.device)
+
+    def _state(self, generators: list[Any]) -> TrainingState:
+        tensors: dict[str, Tensor] = {}
+        facts: dict[str, Any] = {"position": self.position, "generators": generators, "optimisers": {}}
+        for name, role in self.method.roles.items():
+            tensors |= {f"roles/{name}/{key}": parameter.detach() for key, parameter in role.trained_parameters.items()}
+        for name, optimisation in self.optimisations.items():
+            own, facts["optimisers"][name] = optimisation.state()
+            tensors |= {f"optimisers/{name}/{key}": tensor for key, tensor in own.items()}
+        for callback in self._callbacks:
+            tensors |= {f"callbacks/{type(callback).__name__}/{key}": tensor for key, tensor in callback.state().items()}
+        return TrainingState(self.step, tensors, facts)
+
+    def _take_step(self, batches: list[Batch]) -> None:
+        self.batches = batches
+        total = self._plan.num_samples(self.position)
+        for turn in self.method.turns:
+            optimisation = self.optimisations[turn.role]
+            for number, batch in enumerate(batches):
+                with self._synchronising(turn, is_last=number == len(batches) - 1):
+                    with autocast(self.options.precision, self.device):
+                        losses = turn.losses(batch)
+                    self._note(turn, batch, losses)
+                    # Each sample counts the same, also in a batch that is not full. DDP divides by the number of ranks.
+                    share = batch.num_samples / total * self.ranks.world_size
+                    optimisation.backward(losses.total * share)
+            self._add(f"{turn.role}/gradient_norm", optimisation.step(self.step), 1)
+        self.step += 1
+        self.position += self._plan.batches_per_step
+
+    def _synchronising(self, turn: Turn, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Ranks exchange gradients with the last micro-batch of a step."""
+        call = self.method.roles[turn.role].call
+        return call.no_sync() if isinstance(call, DistributedDataParallel) and not is_last else nullcontext()
+
+    def _note(self, turn: Turn, batch: Batch, losses: Losses) -> None:
+        self._recent.append((self.step, turn.role, batch.names, losses.total.detach()))
+        self._add("loss" if len(self.method.turns) == 1 else f"{turn.role}/loss", losses.total.detach(), batch.num_samples)
+        for name, value in losses.metrics.items():
+            self._add(name, value.detach(), batch.num_samples)
+
+    def _add(self, name: str, value: Tensor, weight: int) -> None:
+        value = value.float() * weight
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._counts[name] = self._counts.get(name, 0) + weight
+
+    def _read_metrics(self) -> dict[str, float]:
+        """Bring the sums since the last time to the host, in one go, and average them over samples and ranks."""
+        self._check_losses()
+        names = sorted(self._sums)
+        sums = torch.stack([self._sums[name] for name in names]).cpu()
+        counts = torch.tensor([float(self._counts[name]) for name in names])
+        means = self.ranks.mean(sums) / self.ranks.mean(counts)
+        self._sums, self._counts = {}, {}
+        values = dict(zip(names, means.tolist(), strict=True))
+        for name, optimisation in self.optimisations.items():
+            values["rate" if len(self.optimisations) == 1 else f"{name}/rate"] = optimisation.rate
+        return {**values, "epoch": self.epoch}
+
+    def _check_losses(self) -> None:
+        """Raise if a loss since the last look is not finite, on every rank."""
+        if not self._recent:
+            return
+        finite = torch.stack([torch.isfinite(loss) for *_, loss in self._recent]).cpu()
+        bad = next((entry for entry, is_finite in zip(self._recent, finite.tolist(), strict=True) if not is_finite), None)
+        self._recent = []
+        found = [entry for entry in self.ranks.gather(bad and (bad[0], bad[1], bad[2], float(bad[3]))) if entry]
+        if found:
+            step, role, names, value = min(found, key=lambda entry: entry[0])
+            raise TrainingError(
+                f"The loss of role '{role}' is {value} at step {step + 1}, on {shortened(names)}.",
+                why="a sample that is broken, a learning rate that is too high, or float16 that ran over.",
+                fix="Look at these samples; resume from the last state with a lower --learning-rate or --mixed-precision bf16.",
+            )
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, event)(self, *arguments)
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        """Note the first signal; a second one of the same kind acts as ever."""
+        before: dict[int, Any] = {}
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+            signal.signal(number, before[number])
+
+        try:
+            for each in (signal.SIGINT, signal.SIGTERM):
+                before[each] = signal.signal(each, note)
+        except ValueError:  # not in the main thread: whoever runs the loop there handles signals
+            pass
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of all global random numbers, as plain values."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+    return states
+
+
+def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_bytes(states["torch"]))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(_bytes(states["cuda"]), device)
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()

@@ -1,0 +1,61 @@
+"""What a training method is to the loop: roles, and turns that give losses.
+
+A method knows its models and its mathematics and nothing of steps, accumulation, saving or ranks. Most have one turn; a
+generator with a critic has two, each with its own optimiser, and one global step takes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from wandistiller.data.loader import Batch
+
+
+@dataclass
+class Role:
+    """A model with a part to play."""
+
+    name: str
+    model: nn.Module
+    is_trained: bool
+    call: Callable[..., object] | None = None
+    """What to call instead of the model, where ranks train it together."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return (self.call or self.model)(*args, **kwargs)
+
+    @property
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that an optimiser changes, by name."""
+        named = self.model.named_parameters() if self.is_trained else ()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+
+@dataclass
+class Losses:
+    """What a batch gives: one number to descend, averaged over the batch's samples, and numbers to look at.
+
+    All stay on the device; the loop reads them once a logging interval.
+    """
+
+    total: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One player's part of a step: the role that it trains and the losses of a batch."""
+
+    role: str
+    losses: Callable[[Batch], Losses]
+
+
+class Method(Protocol):
+    """Roles and turns."""
+
+    roles: Mapping[str, Role]
+    turns: Sequence[Turn]

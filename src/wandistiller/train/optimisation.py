@@ -1,0 +1,132 @@
+"""From losses to new weights: scaling, clipping, the schedule, master copies; and all of its state by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from wandistiller.train.optimisers import StochasticAdamW, make_optimiser
+from wandistiller.train.schedules import rate_factor
+
+MixedPrecision = Literal["no", "bf16", "fp16"]
+Rounding = Literal["masters", "stochastic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserOptions:
+    """What is asked of an optimiser."""
+
+    name: str = "adamw"
+    rate: float = 1e-4
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip_norm: float | None = 1.0
+    """Most that the norm of all gradients may be; None for no limit."""
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    num_steps: int = 1
+    rounding: Rounding = "masters"
+    """For weights in 16 bits."""
+    seed: int = 0
+
+
+def autocast(precision: MixedPrecision, device: torch.device) -> AbstractContextManager[Any]:
+    """Compute in 16 bits where that is safe, with the weights as they are."""
+    if precision == "no":
+        return nullcontext()
+    return torch.autocast(device.type, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+
+
+class Optimisation:
+    """One optimiser with what belongs to it."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        options: OptimiserOptions,
+        precision: MixedPrecision,
+        device: torch.device,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.options = options
+        # float16 gradients below 6e-8 would vanish, so the loss is scaled up and gradients down again.
+        self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        is_short = {name for name, parameter in self.parameters.items() if parameter.dtype.itemsize < 4}
+        self._masters: dict[str, nn.Parameter] = {}
+        if is_short and options.rounding == "masters":
+            self._masters = {name: nn.Parameter(self.parameters[name].detach().float()) for name in is_short}
+        stepped = [self._masters.get(name, parameter) for name, parameter in self.parameters.items()]
+        if is_short and options.rounding == "stochastic":
+            self.optimiser: torch.optim.Optimizer = StochasticAdamW(
+                stepped, rate=options.rate, weight_decay=options.weight_decay, betas=options.betas, seed=options.seed
+            )
+        else:
+            self.optimiser = make_optimiser(
+                options.name, stepped, rate=options.rate, weight_decay=options.weight_decay, betas=options.betas
+            )
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a loss's gradients to those of the step."""
+        self._scaler.scale(loss).backward()
+
+    def step(self, number: int) -> Tensor:
+        """Change the weights in the step with this number, counted from 0; return the norm of all gradients, on the device."""
+        for name, master in self._masters.items():
+            gradient = self.parameters[name].grad
+            master.grad = None if gradient is None else gradient.float()
+            self.parameters[name].grad = None
+        options = self.options
+        for group in self.optimiser.param_groups:
+            group["lr"] = options.rate * rate_factor(
+                options.schedule, number, warmup_steps=options.warmup_steps, num_steps=options.num_steps
+            )
+        self._scaler.unscale_(self.optimiser)
+        stepped = [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
+        limit = float("inf") if options.clip_norm is None else options.clip_norm
+        norm = nn.utils.clip_grad_norm_(stepped, limit)
+        self._scaler.step(self.optimiser)
+        self._scaler.update()
+        self.optimiser.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                self.parameters[name].copy_(master)
+        return norm.detach()
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last step."""
+        return float(self.optimiser.param_groups[0]["lr"])
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return all state: tensors by name, and plain values."""
+        names = list(self.parameters)
+        state = self.optimiser.state_dict()["state"]
+        tensors = {f"master.{name}": master.detach() for name, master in self._masters.items()}
+        values: dict[str, Any] = {}
+        for index, entries in state.items():
+            for key, value in entries.items():
+                target: dict[str, Any] = tensors if isinstance(value, Tensor) else values
+                target[f"state.{names[index]}:{key}"] = value
+        return tensors, {"values": values, "scaler": self._scaler.state_dict()}
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Take up a state again."""
+        # Not through load_state_dict, which rounds moments to the dtype of their weights.
+        stepped = {name: self._masters.get(name, parameter) for name, parameter in self.parameters.items()}
+        is_fused = bool(self.optimiser.param_groups[0].get("fused"))
+        for key, value in (*tensors.items(), *facts["values"].items()):
+            if key.startswith("state."):
+                name, _, entry = key.removeprefix("state.").rpartition(":")
+                if isinstance(value, Tensor) and (entry != "step" or is_fused):
+                    value = value.to(stepped[name].device)
+                self.optimiser.state[stepped[name]][entry] = value
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(tensors[f"master.{name}"])
+        if self._scaler.is_enabled():
+            self._scaler.load_state_dict(dict(facts["scaler"]))

@@ -1,0 +1,66 @@
+"""Several ranks against one: the same samples, the same losses, the same weights to rounding."""
+
+import json
+
+import pytest
+import torch
+from helpers.torchrun import torchrun
+from helpers.toy_training import Collect, ToyReader, make_loop, weights_of
+
+JOB = """
+import json, sys, torch
+from pathlib import Path
+from helpers.toy_training import Collect, ToyReader, make_loop, weights_of
+from wandistiller.distributed.ranks import joined
+
+folder, steps, batch, accumulation, resume = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+with joined(torch.device("cpu")) as ranks:
+    collect = Collect()
+    loop = make_loop(folder / "states", steps=steps, batch_size=batch, accumulation=accumulation, ranks=ranks,
+                     reader=ToyReader(12), callbacks=[collect], resume=bool(resume), num_steps=12)
+    loop.run()
+    seen = ranks.gather(loop.method.seen)
+    if ranks.is_first:
+        torch.save(weights_of(loop), folder / "weights.pt")
+        (folder / "log.json").write_text(json.dumps({"losses": [v["loss"] for v in collect.values], "seen": seen}))
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+
+    def run(ranks, steps, batch, accumulation=1, resume=False):
+        done = torchrun(tmp_path / "job.py", tmp_path, steps, batch, accumulation, int(resume), ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / "log.json").read_text()), torch.load(tmp_path / "weights.pt")
+
+    return run
+
+
+def alone(steps, batch):
+    collect = Collect()
+    loop = make_loop(steps=steps, batch_size=batch, reader=ToyReader(12), callbacks=[collect], num_steps=12)
+    loop.run()
+    return [value["loss"] for value in collect.values], weights_of(loop), loop.method.seen
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(2, 1), (1, 2)])
+def test_two_ranks_are_one_with_the_same_global_batch(job, batch, accumulation):
+    log, weights = job(2, 6, batch, accumulation)
+    losses, expected, _ = alone(6, 4)
+    assert log["losses"] == pytest.approx(losses, rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+    together = [index for rank in log["seen"] for batch in rank[: 3 * accumulation] for index in batch]
+    assert sorted(together) == list(range(12)), "each sample once an epoch, no overlap"
+
+
+def test_another_number_of_ranks_goes_on_where_the_data_was(job):
+    """Three steps of two ranks, then three of one that takes the same global batch."""
+    job(2, 3, 2)
+    log, weights = job(1, 6, 4 // 2, 2, resume=True)
+    losses, expected, _ = alone(6, 4)
+    assert log["losses"] == pytest.approx(losses[3:], rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
