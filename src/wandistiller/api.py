@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from wandistiller.config.command import CommandConfig
 from wandistiller.config.doctor import DoctorConfig
+from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.export import ExportConfig
 from wandistiller.config.sample import SampleConfig
+from wandistiller.config.train import TrainConfig
 from wandistiller.config.values import convert_value
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory.out_of_memory import advising
@@ -31,8 +33,10 @@ from wandistiller.models.stored import TRANSFORMER, VAE, inspect_checkpoint
 
 if TYPE_CHECKING:
     from wandistiller.checkpoint.export import Exported
+    from wandistiller.data.encode import Encoded
     from wandistiller.doctor import Diagnosis
     from wandistiller.sample.sampler import Sample
+    from wandistiller.train.finetune_run import Trained
 
 ModelType = Literal["t2v", "i2v", "flf2v", "ti2v"]
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
@@ -289,6 +293,24 @@ class WanVAE(AutoencoderKLWan):
 
 def _recompute(module: nn.Module, *args: Any) -> Any:
     return checkpoint(module.__call__, *args, use_reentrant=False)
+
+
+def train(config: TrainConfig | None = None, **fields: Any) -> Trained:
+    """Fine-tune with flow matching; give a ``TrainConfig`` or its fields."""
+    from wandistiller.train.finetune_run import run_train
+
+    config = _config(TrainConfig, config, fields)
+    with advising("train", config):
+        return run_train(config)
+
+
+def encode(config: EncodeConfig | None = None, **fields: Any) -> Encoded:
+    """Write the caches of a data set; give an ``EncodeConfig`` or its fields."""
+    from wandistiller.data.encode import run_encode
+
+    config = _config(EncodeConfig, config, fields)
+    with advising("encode", config):
+        return run_encode(config)
 
 
 def sample(config: SampleConfig | None = None, **fields: Any) -> list[Sample]:

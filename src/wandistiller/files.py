@@ -18,11 +18,12 @@ _ADVICE = {
 
 
 @contextmanager
-def complete_or_absent(target: Path) -> Iterator[Path]:
+def complete_or_absent(target: Path, *, durable: bool = True) -> Iterator[Path]:
     """Give a temporary path beside ``target`` for a file or a folder; it takes the final name only if the block succeeds.
 
     What stood there before is replaced at that moment, a file by a file and a folder by a folder, and kept if the block fails;
-    what failed is removed.
+    what failed is removed. ``durable`` waits for the disk, so that a power cut does not leave a named file without content;
+    thousands of small files that can be made again do without.
     """
     target = target.absolute() if target.name else target.resolve()  # "." has no name to be renamed to
     # Hidden by its first character and with the suffix kept, for writers that choose the format by it.
@@ -34,13 +35,13 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
         yield partial
         if target.exists() and target.is_dir() != partial.is_dir():
             raise OutputError(f"{target} is in the way.", why="a folder is never replaced by a file, nor a file by a folder.")
-        # On the disk before it has its name: a power cut must not leave a named file without its content.
-        for path in [*partial.rglob("*"), partial]:
+        for path in [*partial.rglob("*"), partial] if durable else ():
             _flush(path)
         if target.is_dir():  # a folder with content cannot be renamed over
             target.rename(former)
         partial.replace(target)
-        _flush(target.parent)
+        if durable:
+            _flush(target.parent)
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "Choose another place for it.")
         raise OutputError(f"{target} could not be written.", why=str(error), fix=advice) from error

@@ -77,10 +77,11 @@ class TrainingStates:
 
     def _retire(self) -> None:
         complete = [path for path in self._all() if is_complete(path)]
-        for path in complete[self._keep :]:
+        # One process writes here, so whatever is half-written or half-removed now is of one that was killed.
+        for path in (*set(self._all()).difference(complete[: self._keep]), *self.folder.glob(".step-*")):
             # Without its facts a folder counts for nothing, so a kill in the middle of the removal does no harm.
             (path / _FACTS).unlink(missing_ok=True)
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _planned(name: str, tensor: Tensor) -> Planned:

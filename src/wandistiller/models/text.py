@@ -6,7 +6,8 @@ function returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,20 @@ MAX_TEXT_TOKENS = 512
 _EMBEDDING_KEYS = ("embeddings", "prompt_embeds", "context")
 
 
-@torch.no_grad()
-def encode_prompts(
+EncodeTexts = Callable[[Sequence[str]], Tensor]
+"""Turns texts into embeddings (texts, 512, width) on the host."""
+
+
+@contextmanager
+def open_text_encoder(
     text_encoder: Path,
     tokenizer: Path,
-    prompts: Sequence[str],
     *,
     device: torch.device | str,
     dtype: torch.dtype,
     place: Callable[[nn.Module], object] | None = None,
-) -> Tensor:
-    """Return the embeddings (prompts, 512, width) on the host; ``place`` puts the encoder elsewhere than on ``device``."""
+) -> Iterator[EncodeTexts]:
+    """Load a text encoder for as long as the block runs; ``place`` puts it elsewhere than on ``device``."""
     from diffusers import WanPipeline
     from transformers import AutoTokenizer, UMT5EncoderModel
 
@@ -47,13 +51,29 @@ def encode_prompts(
     else:
         place(encoder)
     pipeline = WanPipeline(tokenizer=words, text_encoder=encoder, vae=None, scheduler=None)
-    embeddings = [
-        pipeline.encode_prompt(
-            prompt, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=torch.device(device)
-        )[0].cpu()
-        for prompt in prompts
-    ]
-    return torch.cat(embeddings)
+
+    def encode(texts: Sequence[str]) -> Tensor:
+        with torch.no_grad():
+            embeddings: Tensor = pipeline.encode_prompt(
+                list(texts), do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=torch.device(device)
+            )[0]
+        return embeddings.cpu()
+
+    yield encode
+
+
+def encode_prompts(
+    text_encoder: Path,
+    tokenizer: Path,
+    prompts: Sequence[str],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    place: Callable[[nn.Module], object] | None = None,
+) -> Tensor:
+    """Return the embeddings (prompts, 512, width) on the host, one prompt at a time: none depends on the others."""
+    with open_text_encoder(text_encoder, tokenizer, device=device, dtype=dtype, place=place) as encode:
+        return torch.cat([encode([prompt]) for prompt in prompts])
 
 
 def load_whole(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:

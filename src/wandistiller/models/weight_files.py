@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
 import re
 import struct
 import zipfile
@@ -287,7 +286,9 @@ class Planned:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str] | None = None) -> None:
+def write_safetensors(
+    path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str] | None = None, *, durable: bool = True
+) -> None:
     """Write one safetensors file, one tensor in memory at a time; it has its final name only when complete."""
     planned = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -301,7 +302,7 @@ def write_safetensors(path: Path, tensors: Iterable[Planned], metadata: Mapping[
         offset += tensor.num_bytes
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)  # the data starts aligned
-    with complete_or_absent(path) as partial, partial.open("wb") as file:
+    with complete_or_absent(path, durable=durable) as partial, partial.open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         for tensor in planned:
             values = tensor.load().detach().to("cpu", tensor.dtype).contiguous()
@@ -309,4 +310,3 @@ def write_safetensors(path: Path, tensors: Iterable[Planned], metadata: Mapping[
                 raise OutputError(f"Tensor '{tensor.name}' has shape {tuple(values.shape)}, planned was {tensor.shape}.")
             file.write(memoryview(values.reshape(-1).view(torch.uint8).numpy()) if values.numel() else b"")
         file.flush()
-        os.fsync(file.fileno())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ from wandistiller.flow.path import NUM_TIMESTEPS
 from wandistiller.memory.monitor import memory_line
 from wandistiller.memory.placement import Placed, Placement
 from wandistiller.memory.subjects import stored_subject
+from wandistiller.models.devices import free_memory
 from wandistiller.models.stored import StoredModel
 from wandistiller.terminal import progress, say
 from wandistiller.units import Bytes
@@ -83,12 +83,3 @@ class Experts:
         if self._placed.note:
             say(f"Placement {self._placed.note}")
         return subject.model
-
-
-def free_memory(device: torch.device) -> None:
-    """Give what nothing refers to any more back to the device."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()

@@ -11,6 +11,7 @@ import torch
 
 from wandistiller.config.placement import parse_limits, parse_resident
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
+from wandistiller.data.media import read_picture
 from wandistiller.errors import UsageError
 from wandistiller.files import check_can_write
 from wandistiller.flow.guidance import needs_unconditional
@@ -24,7 +25,6 @@ from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_ch
 from wandistiller.models.text import read_embeddings
 from wandistiller.sample.conditioning import ImageInputs, check_image, image_inputs
 from wandistiller.sample.geometry import Geometry, check_geometry
-from wandistiller.sample.media import read_picture
 
 _TELLING_FIELDS = ("num_attention_heads", "ffn_dim", "in_channels", "out_channels", "image_dim")
 """What tells the named sizes apart."""

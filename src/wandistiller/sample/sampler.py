@@ -14,19 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
+from wandistiller.data.media import read_picture, to_bytes, write_clip, write_latents, write_picture
 from wandistiller.errors import OutputError
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.solver import SOLVERS
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placement, Subject
 from wandistiller.memory.subjects import choose_placement, stored_subject
+from wandistiller.models.devices import free_memory
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.text import encode_prompts, read_embeddings
 from wandistiller.sample.conditioning import Conditioning, encode_first_frame, encode_image_tokens, to_pixels
-from wandistiller.sample.experts import Experts, free_memory
+from wandistiller.sample.experts import Experts
 from wandistiller.sample.job import Job, describe, prepare
-from wandistiller.sample.media import read_picture, to_bytes, write_clip, write_latents, write_picture
 from wandistiller.sample.remedies import find_remedies, placement_options
 from wandistiller.terminal import progress, say
 from wandistiller.units import Bytes

@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
+from wandistiller.data.media import read_picture, to_bytes, write_clip, write_latents, write_picture
 from wandistiller.errors import MediaError
-from wandistiller.sample.media import read_picture, to_bytes, write_clip, write_latents, write_picture
 
 
 def test_pixels_become_bytes():

@@ -1,0 +1,82 @@
+"""What a training leaves behind: a diffusers folder with the new weights, or LoRA files; each verified by reading it again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from wandistiller.errors import OutputError
+from wandistiller.files import complete_or_absent
+from wandistiller.models.pipeline import Pipeline
+from wandistiller.models.stored import inspect_checkpoint
+from wandistiller.models.transformer_keys import to_original
+from wandistiller.models.weight_files import Planned, write_safetensors
+
+
+def write_pipeline(target: Path, pipeline: Pipeline, replaced: Mapping[str, Callable[[Path], None]]) -> None:
+    """Write a diffusers pipeline in which some parts are new; the others are linked to, or copied from, where they are."""
+    with complete_or_absent(target) as partial:
+        partial.mkdir(parents=True)
+        for name, path in pipeline.parts.items():
+            if name not in replaced:
+                shutil.copytree(path, partial / name, copy_function=_link_or_copy)
+        for name, write in replaced.items():
+            write(partial / name)
+        shutil.copyfile(pipeline.folder / "model_index.json", partial / "model_index.json")
+
+
+def write_model(folder: Path, model: nn.Module) -> None:
+    """Save a diffusers model and read it back."""
+    model.save_pretrained(folder)
+    stored = inspect_checkpoint(folder)
+    for name, tensor in model.state_dict().items():
+        if name in stored.names and not torch.equal(stored.read(name), tensor.cpu()):
+            raise OutputError(f"{folder}: '{name}' came back changed.", fix="Check the disk.")
+
+
+def write_lora(folder: Path, adapters: Mapping[str, Tensor], *, alpha: float, rank: int) -> None:
+    """Write LoRA weights for diffusers and, under the original names, for ComfyUI.
+
+    ``adapters`` are peft's, such as ``blocks.0.attn1.to_q.lora_A.weight``. The scale ``alpha / rank`` is multiplied into the
+    second factor, so that both readers give the same whatever they assume.
+    """
+    scaled = {
+        name: (tensor * (alpha / rank) if ".lora_B." in name else tensor).detach().cpu().contiguous()
+        for name, tensor in adapters.items()
+    }
+    with complete_or_absent(folder) as partial:
+        partial.mkdir(parents=True)
+        for file, named in (
+            ("pytorch_lora_weights.safetensors", {f"transformer.{name}": value for name, value in scaled.items()}),
+            ("comfyui_lora.safetensors", {_comfyui_name(name): value for name, value in scaled.items()}),
+        ):
+            write_safetensors(partial / file, [_planned(name, value) for name, value in named.items()], {})
+            found = load_file(partial / file)
+            if found.keys() != named.keys() or any(not torch.equal(found[name], value) for name, value in named.items()):
+                raise OutputError(f"{partial / file} came back changed.", fix="Check the disk.")
+
+
+def _planned(name: str, tensor: Tensor) -> Planned:
+    return Planned(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+
+def _comfyui_name(name: str) -> str:
+    module, _, rest = name.partition(".lora_")
+    original = to_original(f"{module}.weight")
+    assert original is not None, module  # adapters sit on the layers of the model's own keys
+    return f"diffusion_model.{original.removesuffix('.weight')}.lora_{rest}"
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    """A hard link takes no room; where that is not possible, a copy. Links of a hub's cache are followed."""
+    try:
+        os.link(Path(source).resolve(), target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target

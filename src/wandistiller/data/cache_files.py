@@ -1,0 +1,100 @@
+"""What the caches of text embeddings and of latents have in common: a file that says what it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wandistiller.errors import CheckpointError
+from wandistiller.models.weight_files import Planned, SafetensorsWeights, Weights, write_safetensors
+
+ENCODE_FIRST = "Run wandistiller encode with the same --model, --dataset-path, size and --frames; it makes what is stale anew."
+
+_SAMPLE_BYTES = 4096
+_NUM_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a file's metadata must say, and what to tell the user if they say something else."""
+
+    field: str
+    value: str
+    otherwise: str
+
+
+class CacheFile:
+    """One file of a cache: looked at by its header alone."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path = path
+        self.key = key
+
+    def metadata(self) -> Mapping[str, str]:
+        """Return the metadata; raise ``CheckpointError`` for a file that is absent, damaged or of another kind."""
+        if not self.path.is_file():
+            raise CheckpointError(f"{self.path} does not exist.", why="it has not been encoded yet.", fix=ENCODE_FIRST)
+        weights = SafetensorsWeights(self.path, [self.path])
+        if self.key not in weights.entries:
+            raise CheckpointError(f"{self.path} has no tensor '{self.key}'.", fix="Remove the file, then encode again.")
+        return weights.metadata
+
+    def problem(self, requirements: Sequence[Requirement]) -> str | None:
+        """Say why the file cannot be used; None if it can."""
+        try:
+            metadata = self.metadata()
+        except CheckpointError as error:
+            return error.what.rstrip(".")
+        return next((f"{self.path} {each.otherwise}" for each in requirements if metadata.get(each.field) != each.value), None)
+
+    def require(self, requirements: Sequence[Requirement]) -> Mapping[str, str]:
+        """Return the metadata; raise ``CheckpointError`` if they are not what is required."""
+        metadata = self.metadata()
+        for each in requirements:
+            if metadata.get(each.field) != each.value:
+                raise CheckpointError(f"{self.path} {each.otherwise}.", fix=ENCODE_FIRST)
+        return metadata
+
+    def write(self, values: Tensor, metadata: Mapping[str, str]) -> None:
+        """Write the file; it has its name only when complete."""
+        planned = Planned(self.key, values.dtype, tuple(values.shape), lambda: values)
+        # There are thousands, and what a power cut spoils is seen by its header and made again.
+        write_safetensors(self.path, [planned], metadata, durable=False)
+
+
+def fingerprint_weights(weights: Weights, names: Mapping[str, str]) -> str:
+    """Hash every tensor's name, dtype, shape and a few kilobytes from its start, middle and end.
+
+    ``names`` has the stored name by the name that counts. Training changes all of a tensor, so pieces of each of them tell
+    models apart, and ten gigabytes need not be read at every start.
+    """
+    digest = hashlib.sha256()
+    for key, name in sorted(names.items()):
+        found = weights.entries[name]
+        digest.update(f"{key} {found.dtype} {found.shape}\n".encode())
+        ends = max(found.num_bytes - _SAMPLE_BYTES, 0)
+        if isinstance(weights, SafetensorsWeights):
+            with found.file.open("rb") as file:
+                for start in (0, ends // 2, ends):
+                    file.seek(found.offset + start)
+                    digest.update(file.read(min(_SAMPLE_BYTES, found.num_bytes)))
+        else:
+            content = weights.read(name).reshape(-1).view(torch.uint8)
+            for start in (0, ends // 2, ends):
+                digest.update(content[start : start + _SAMPLE_BYTES].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def refuse_incomplete(folder: Path, total: int, what: str, problems: Sequence[str]) -> None:
+    """Raise ``CheckpointError`` if there are problems, with the first of them."""
+    if problems:
+        shown = "; ".join(problems[:_NUM_SHOWN])
+        more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
+        raise CheckpointError(
+            f"{len(problems)} of {total} {what} in {folder} are missing or stale.", why=f"{shown}{more}.", fix=ENCODE_FIRST
+        )

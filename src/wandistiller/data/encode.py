@@ -1,0 +1,438 @@
+"""The job of ``wandistiller encode``: look at everything, then text embeddings, then latents.
+
+The text encoder is gone before the VAE is loaded, and each is loaded only if something is missing. Memory does not grow with
+the data set. Any number of processes may work at once, under torchrun or not: each claims what it is about to encode, and what
+is written appears whole. They wait for each other's claims at the end and for nothing else, so when one of them is done the
+caches are complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wandistiller.config.encode import EncodeConfig
+from wandistiller.data.buckets import Bucket, make_buckets
+from wandistiller.data.claims import CLAIM_SECONDS, Claims, share
+from wandistiller.data.latent_cache import LatentCache, fingerprint_vae
+from wandistiller.data.sources import BadItem, Source, assign_buckets, is_world, open_source, refuse
+from wandistiller.data.text_cache import EMPTY_NAME, TextCache, entry, fingerprint_text_encoder
+from wandistiller.errors import MediaError, OutputError
+from wandistiller.files import check_can_write
+from wandistiller.memory.advice import Remedy
+from wandistiller.memory.monitor import Monitor
+from wandistiller.memory.out_of_memory import Failure
+from wandistiller.memory.placement import Subject
+from wandistiller.memory.subjects import choose_placement
+from wandistiller.models.devices import available_devices, find_device, find_dtype, free_memory
+from wandistiller.models.latents import normalise
+from wandistiller.models.load import load_model
+from wandistiller.models.pipeline import Pipeline, find_pipeline
+from wandistiller.models.sizes import SIZES
+from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
+from wandistiller.models.text import open_text_encoder
+from wandistiller.terminal import Advance, progress, say
+from wandistiller.units import Bytes
+
+PATCH = 2
+"""Every released Wan cuts latents into patches of 2 x 2."""
+_READERS = 4
+_PIXELS_TOGETHER = 832 * 480
+_TILE_PIXELS = 256 * 256
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What was done: files written by this process, files that were up to date, and what was left out."""
+
+    num_text: int
+    num_latents: int
+    reused: int
+    skipped: tuple[BadItem, ...]
+    cache_dir: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeJob:
+    """An encoding that has been checked: everything found, nothing loaded."""
+
+    config: EncodeConfig
+    device: torch.device
+    dtype: torch.dtype
+    vae_dtype: torch.dtype
+    pipeline: Pipeline
+    vae: StoredModel
+    source: Source
+    buckets: Sequence[Bucket | None]
+    bad: Sequence[BadItem]
+    texts: TextCache
+    latents: LatentCache
+    claims: Claims
+
+    @property
+    def num_texts(self) -> int:
+        """Captions, and the empty one."""
+        return len(self.source) + 1
+
+    @property
+    def num_media(self) -> int:
+        return sum(bucket is not None for bucket in self.buckets)
+
+    def batch_size(self, bucket: Bucket) -> int:
+        fitting = _PIXELS_TOGETHER // (bucket.frames * bucket.height * bucket.width)
+        return self.config.batch_size or max(1, fitting)
+
+
+def run_encode(config: EncodeConfig) -> Encoded:
+    """Do the whole job; when it returns, everything but what was skipped is in the caches."""
+    job = prepare_encoding(config)
+    monitor = Monitor([job.device], lambda failure: _find_remedies(job, failure))
+    try:
+        num_text = _encode_texts(job, monitor)
+        free_memory(job.device)  # here, where nothing refers to the encoder any more
+        num_latents, unreadable = _encode_media(job, monitor)
+        free_memory(job.device)
+    finally:
+        job.claims.release_all()
+    skipped = (*job.bad, *unreadable)
+    reused = job.num_texts - num_text + job.num_media - num_latents - len(unreadable)
+    for item in skipped:
+        _note(f"Left out {item}")
+    _note(f"Wrote {num_text} text embeddings and {num_latents} latents to {job.texts.folder}; {reused} files were there")
+    if job.device.type != "cpu":
+        _note("Memory by phase: " + "; ".join(monitor.summary()))
+    return Encoded(num_text, num_latents, reused, skipped, job.texts.folder)
+
+
+def default_cache_dir(dataset_path: str) -> Path:
+    """Return where caches are unless the user says otherwise: ``.cache`` in the data set's folder."""
+    place = Path(dataset_path).expanduser()
+    if is_world(dataset_path):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "wandistiller" / "data" / re.sub(r"[^\w.-]", "-", dataset_path)
+    return (place if place.is_dir() else place.parent) / ".cache"
+
+
+def plan_buckets(
+    vae_config: Mapping[str, Any], width: int | None, height: int | None, frames: Sequence[int], max_aspect: float
+) -> list[Bucket]:
+    """Return the buckets for a VAE; what is not given is what models with such a VAE are usually sampled at."""
+    known = [size for size in SIZES.values() if size.vae["z_dim"] == vae_config["z_dim"]]
+    usual = known[0] if known else SIZES["wan2.1-1.3b"]
+    return make_buckets(
+        width or usual.width,
+        height or usual.height,
+        frame_counts=frames or (usual.frames,),
+        multiple=vae_config["scale_factor_spatial"] * PATCH,
+        temporal=vae_config["scale_factor_temporal"],
+        max_aspect=max_aspect,
+    )
+
+
+def prepare_encoding(config: EncodeConfig) -> EncodeJob:
+    """Find and check every part without loading any."""
+    config.check()
+    assert config.model is not None and config.dataset_path is not None  # check() has made sure
+    device = _find_device(config.device)
+    dtype = find_dtype(config.dtype, device)
+    vae_dtype = dtype if config.vae_dtype == "auto" else find_dtype(config.vae_dtype, device)
+    parts = {"text_encoder", "tokenizer", *(() if config.vae_checkpoint else ("vae",))}
+    pipeline = find_pipeline(config.model, parts)
+    vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
+    encoder = fingerprint_text_encoder(pipeline.part("text_encoder"), pipeline.part("tokenizer"))
+    buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect)
+    folder = config.cache_dir or default_cache_dir(config.dataset_path)
+    opened = open_source(config.dataset_path, skip_bad=config.skip_bad)
+    assigned = assign_buckets(opened.source, buckets)
+    if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
+        raise refuse(config.dataset_path, len(opened.source), assigned.bad)
+    if _rank() == 0:
+        _sweep(folder)
+    return EncodeJob(
+        config=config,
+        device=device,
+        dtype=dtype,
+        vae_dtype=vae_dtype,
+        pipeline=pipeline,
+        vae=vae,
+        source=opened.source,
+        buckets=assigned.buckets,
+        bad=[*opened.bad, *assigned.bad],
+        texts=TextCache(folder, encoder=encoder, dtype=None if config.dtype == "auto" else config.dtype),
+        latents=LatentCache(folder, vae=fingerprint_vae(vae), dtype=None if config.vae_dtype == "auto" else config.vae_dtype),
+        claims=Claims(folder / ".claims"),
+    )
+
+
+def _encode_texts(job: EncodeJob, monitor: Monitor) -> int:
+    """Encode the captions that are missing; return how many this process has encoded."""
+    missing = _list(job, "captions", job.num_texts, job.texts.missing(job.source))
+    if not missing:
+        return 0
+    num_written = 0
+
+    def claim_name(index: int) -> str:
+        return f"text {EMPTY_NAME if index < 0 else job.source.name(index)}"
+
+    parts = job.pipeline.part("text_encoder"), job.pipeline.part("tokenizer")
+    options = {"device": job.device, "dtype": job.dtype, "place": lambda encoder: _place_text_encoder(job, encoder)}
+    with (
+        monitor.phase("encoding captions", "text encoder"),
+        open_text_encoder(*parts, **options) as encode,
+        _bar("Captions", len(missing), monitor) as advance,
+    ):
+
+        def work(claimed: Iterator[int]) -> None:
+            nonlocal num_written
+            while batch := list(itertools.islice(claimed, job.config.text_batch_size)):
+                entries = [entry(job.source, index) for index in batch]
+                found = encode([caption for _, caption in entries])
+                for index, (name, caption), embeddings in zip(batch, entries, found, strict=True):
+                    _check_finite(embeddings, job.texts.file(name).path, "--dtype")
+                    job.texts.write(name, caption, embeddings, encoder_path=str(parts[0]))
+                    job.claims.release(claim_name(index))
+                    num_written += 1
+                    advance()
+
+        share(
+            sorted(missing, key=_is_others),
+            job.claims,
+            claim_name,
+            lambda index: job.texts.problem(*entry(job.source, index)) is None,
+            work,
+            advance,
+        )
+    return num_written
+
+
+def _encode_media(job: EncodeJob, monitor: Monitor) -> tuple[int, list[BadItem]]:
+    """Encode the media that are missing; return how many this process has encoded, and what could not be read."""
+    missing = _list(job, "media", job.num_media, job.latents.missing(job.source, job.buckets))
+    if os.access(job.latents.folder, os.W_OK):
+        for index in set(range(len(job.source))).difference(missing):
+            if job.buckets[index] is not None:
+                job.latents.remember_stamp(job.source, index)
+    if not missing:
+        return 0, []
+    with monitor.phase("encoding media", "vae"):
+        vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
+        if job.config.vae_tiling:
+            vae.enable_tiling()
+        with _bar("Media", len(missing), monitor) as advance:
+            encoding = _MediaEncoding(job, vae, advance)
+            share(
+                sorted(missing, key=lambda index: (_is_others(index), job.buckets[index], index)),
+                job.claims,
+                encoding.claim_name,
+                encoding.is_done,
+                encoding.work,
+                advance,
+            )
+    return encoding.num_written, encoding.unreadable
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Media as they were read."""
+
+    stamp: str
+    media: str
+    frames: np.ndarray
+
+
+class _MediaEncoding:
+    """Media read ahead by threads, encoded in batches of one bucket, and written."""
+
+    def __init__(self, job: EncodeJob, vae: nn.Module, advance: Advance) -> None:
+        self.num_written = 0
+        self.unreadable: list[BadItem] = []
+        self._job = job
+        self._vae = vae
+        self._advance = advance
+
+    def claim_name(self, index: int) -> str:
+        return f"latent {self._job.source.name(index)}"
+
+    def is_done(self, index: int) -> bool:
+        return self._job.latents.problem(self._job.source, index, self._bucket(index)) is None
+
+    def work(self, claimed: Iterator[int]) -> None:
+        """Encode what has been claimed; only a few items more than a batch are in memory."""
+        queue: deque[tuple[int, Future[_Loaded]]] = deque()
+        pool = ThreadPoolExecutor(_READERS)
+        try:
+            for index in claimed:
+                queue.append((index, pool.submit(self._read, index)))
+                if len(queue) == self._job.batch_size(self._bucket(queue[0][0])) + _READERS:
+                    self._encode_first(queue)
+            while queue:
+                self._encode_first(queue)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _bucket(self, index: int) -> Bucket:
+        bucket = self._job.buckets[index]
+        assert bucket is not None  # what has none is never missing
+        return bucket
+
+    def _read(self, index: int) -> _Loaded:
+        source = self._job.source
+        return _Loaded(source.stamp(index), source.fingerprint(index), source.read(index, self._bucket(index)))
+
+    def _encode_first(self, queue: deque[tuple[int, Future[_Loaded]]]) -> None:
+        """Encode and write the items at the head of the queue that can be one batch."""
+        job, bucket = self._job, self._bucket(queue[0][0])
+        batch: dict[int, _Loaded] = {}
+        while queue and len(batch) < job.batch_size(bucket) and self._bucket(queue[0][0]) == bucket:
+            index, reading = queue.popleft()
+            try:
+                batch[index] = reading.result()
+            except MediaError as error:
+                if not job.config.skip_bad:
+                    raise MediaError(error.what, why=error.why, fix=f"{error.fix} --skip-bad goes on without it.") from error
+                self.unreadable.append(BadItem(job.source.name(index), error.what.rstrip(".")))
+                self._finish(index)
+        if not batch:
+            return
+        latents = encode_frames(self._vae, np.stack([loaded.frames for loaded in batch.values()]))
+        for (index, loaded), values in zip(batch.items(), latents.cpu(), strict=True):
+            name = job.source.name(index)
+            _check_finite(values, job.latents.file(name).path, "--vae-dtype")
+            job.latents.write(
+                name,
+                bucket,
+                values,
+                stamp=loaded.stamp,
+                media=loaded.media,
+                vae_path=str(job.vae.weights.path),
+                vae_dtype=job.vae_dtype,
+                tiled=job.config.vae_tiling,
+            )
+            self.num_written += 1
+            self._finish(index)
+
+    def _finish(self, index: int) -> None:
+        self._job.claims.release(self.claim_name(index))
+        self._advance()
+
+
+@torch.no_grad()
+def encode_frames(vae: nn.Module, frames: np.ndarray) -> Tensor:
+    """Return the normalised latents (batch, channels, frames, height, width) of bytes (batch, frames, height, width, 3).
+
+    The most probable latents rather than random ones, in float32, on the VAE's device.
+    """
+    parameter = next(vae.parameters())
+    pixels = torch.from_numpy(frames).to(parameter.device).permute(0, 4, 1, 2, 3)
+    # In the order of diffusers' own preprocessing, which is not the same to the last bit in another one.
+    pixels = 2.0 * (pixels.float() / 255) - 1.0
+    return normalise(vae.encode(pixels.to(parameter.dtype)).latent_dist.mode().float(), vae.config)
+
+
+def _place_text_encoder(job: EncodeJob, encoder: nn.Module) -> None:
+    """Put the encoder where there is room for it."""
+    if job.device.type == "cpu":
+        return
+    blocks = list(encoder.get_submodule("encoder.block"))
+    choose_placement("auto", headroom=Bytes(2**30)).attach(Subject(model=encoder, blocks=blocks), job.device)
+
+
+def _find_remedies(job: EncodeJob, failure: Failure) -> list[Remedy]:
+    """Return what the flags of ``encode`` can do about a failure."""
+    if failure.kind != "device" or failure.role != "vae":
+        return []
+    held = failure.in_use + (failure.asked or 0)
+    largest = max((bucket for bucket in job.buckets if bucket is not None), key=lambda each: each.height * each.width)
+    area, num_together = largest.height * largest.width, job.batch_size(largest)
+    found = []
+    if num_together > 1:
+        found.append(Remedy(changes={"batch_size": 1}, saves=Bytes(held * (num_together - 1) // num_together), slowdown=1.2))
+    if not job.config.vae_tiling and area > _TILE_PIXELS:
+        found.append(Remedy(changes={"vae_tiling": True}, saves=Bytes(round(held * (1 - _TILE_PIXELS / area))), slowdown=1.8))
+    if job.vae_dtype.itemsize == 4:
+        found.append(Remedy(changes={"vae_dtype": "bfloat16"}, saves=Bytes(held // 2), slowdown=0.7, why="a small loss"))
+    return found
+
+
+def _find_device(name: str) -> torch.device:
+    """Return the device; under torchrun each process of a machine has a GPU of its own."""
+    num_cuda = sum(device.type == "cuda" for device in available_devices())
+    if name in ("auto", "cuda") and num_cuda > 1:
+        return find_device(f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % num_cuda}")
+    return find_device(name)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _is_others(index: int) -> bool:
+    """Say whether another rank begins with this item; each begins with its own and then helps the others."""
+    return index % int(os.environ.get("WORLD_SIZE", "1")) != _rank()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes that were killed have left half-written."""
+    for partial in folder.rglob(".*.partial-*.safetensors"):
+        try:
+            if time.time() - partial.stat().st_mtime > CLAIM_SECONDS:
+                partial.unlink(missing_ok=True)
+        except FileNotFoundError:  # its writer has just finished
+            continue
+
+
+def _check_finite(values: Tensor, path: Path, flag: str) -> None:
+    if not torch.isfinite(values).all():
+        raise OutputError(
+            f"{path} would hold numbers that are not finite.",
+            why="the weights hold such numbers, or the precision is too small for this model.",
+            fix=f"Try {flag} float32; if it stays, the checkpoint is damaged.",
+        )
+
+
+def _list(job: EncodeJob, what: str, total: int, missing: Iterator[tuple[int, str]]) -> list[int]:
+    """Return what there is to do, and say how much that is and, for what is there but stale, why."""
+    indices, num_stale, example = [], 0, ""
+    for index, problem in missing:
+        indices.append(index)
+        if not problem.endswith("does not exist"):
+            num_stale += 1
+            example = example or problem
+    stale = f"; {num_stale} are stale, such as: {example}" if num_stale else ""
+    _note(f"{total} {what}, {len(indices)} to encode{stale}")
+    if indices:  # a complete cache may lie where nothing can be written
+        check_can_write(job.texts.file(EMPTY_NAME).path)
+    return indices
+
+
+def _bar(description: str, total: int, monitor: Monitor) -> AbstractContextManager[Advance]:
+    if _rank():
+        return nullcontext(lambda amount=1: None)
+    note, read_at = "", 0.0
+
+    def line() -> str:
+        # Asking the driver takes as long as encoding a small picture.
+        nonlocal note, read_at
+        if time.monotonic() > read_at + 0.5:
+            note, read_at = monitor.line(), time.monotonic()
+        return note
+
+    return progress(description, total, "item", line)
+
+
+def _note(message: str) -> None:
+    if _rank() == 0:
+        say(message)

@@ -1,0 +1,419 @@
+"""The job of ``wandistiller train``: check everything, encode, train, write the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+
+from wandistiller.checkpoint.trained import write_lora, write_model, write_pipeline
+from wandistiller.checkpoint.training_state import TrainingStates, load_state
+from wandistiller.config.encode import EncodeConfig
+from wandistiller.config.placement import parse_resident
+from wandistiller.config.train import TrainConfig
+from wandistiller.data.batches import BatchPlan, StepPlan
+from wandistiller.data.cached_samples import CachedSamples, Randomness
+from wandistiller.data.encode import run_encode
+from wandistiller.data.encoded import EncodedData, open_encoded
+from wandistiller.distributed.failures import is_rank
+from wandistiller.distributed.ranks import Ranks, joined, rank_device, read_ranks
+from wandistiller.errors import UsageError
+from wandistiller.files import check_can_write
+from wandistiller.flow.sigma import SigmaDistribution
+from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.host_limits import available_host_memory
+from wandistiller.memory.monitor import Monitor
+from wandistiller.memory.placement import Placed, Subject
+from wandistiller.memory.subjects import choose_placement
+from wandistiller.memory.vae_checkpointing import checkpoint_vae
+from wandistiller.models.devices import DTYPES, find_device, find_dtype
+from wandistiller.models.latents import denormalise
+from wandistiller.models.load import load_model
+from wandistiller.models.pipeline import Pipeline, find_pipeline
+from wandistiller.models.stored import TRANSFORMER, StoredModel, inspect_checkpoint, stays_in_float32
+from wandistiller.models.text import encode_prompts
+from wandistiller.terminal import say
+from wandistiller.train.callbacks import Callback, KeepAverage
+from wandistiller.train.ema import MovingAverage
+from wandistiller.train.held_out import MeasureHeldOut
+from wandistiller.train.loop import Loop, LoopOptions, Stopped
+from wandistiller.train.memory_watch import WatchMemory
+from wandistiller.train.method import Role
+from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
+from wandistiller.train.metrics import ShowProgress, WriteMetrics
+from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
+from wandistiller.train.remedies import find_remedies
+from wandistiller.train.samples import Drawing, DrawSamples
+from wandistiller.units import Bytes
+
+_PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
+_DEFAULT_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a training ended."""
+
+    step: int
+    output: Path | None
+    """The result: a pipeline's folder, or the folder of LoRA files; None if it was interrupted."""
+    losses: dict[str, float]
+    """Held-out losses, where they were asked for."""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A training that has been checked: everything found, no weights read."""
+
+    config: TrainConfig
+    device: torch.device
+    pipeline: Pipeline
+    part: str
+    """Which part of the pipeline is trained."""
+    transformer: StoredModel
+    sigma: SigmaDistribution
+    precision: MixedPrecision
+    dtype: torch.dtype
+    """What the transformer's inputs are in."""
+
+
+def run_train(config: TrainConfig) -> Trained:
+    """Do the whole job."""
+    job = _prepare(config)
+    monitor = Monitor([job.device], lambda failure: find_remedies(config, job.transformer, job.device, failure))
+    with joined(job.device) as ranks:
+        data = _encode(job, config.dataset_path)
+        held_out = _encode(job, config.held_out) if config.held_out else None
+        with monitor.phase("loading", "student"):
+            student, placed = _make_student(job)
+        return _train(job, ranks, monitor, student, placed, data, held_out)
+
+
+def _prepare(config: TrainConfig) -> _Job:
+    config.check()
+    assert config.model is not None
+    check_can_write(config.output_dir / "x")
+    ranks = read_ranks()
+    if config.distributed and not is_rank():
+        raise UsageError("--distributed was given, but torchrun did not start this.", fix="Start it with torchrun.")
+    device = find_device(rank_device(config.device, ranks))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    pipeline = find_pipeline(config.model, _PARTS)
+    if not (pipeline.folder / "model_index.json").is_file():
+        raise UsageError(f"{config.model} is not a diffusers pipeline.", fix="Convert it first with wandistiller export.")
+    part, low, high = _expert(config, pipeline)
+    transformer = inspect_checkpoint(config.ckpt_path or pipeline.part(part), TRANSFORMER)
+    if transformer.config["in_channels"] != transformer.config["out_channels"]:
+        raise UsageError("Only text-to-video models can be trained so far.", fix="Give a T2V or TI2V checkpoint.")
+    shift = config.sigma_shift or pipeline.shift or 1.0
+    sigma = SigmaDistribution(
+        shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift, low=low, high=high
+    )
+    weights = DTYPES[config.weights_dtype]
+    precision = config.mixed_precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" and weights == torch.float32 else "no"
+    return _Job(
+        config=config,
+        device=device,
+        pipeline=pipeline,
+        part=part,
+        transformer=transformer,
+        sigma=sigma,
+        precision=precision,
+        dtype=weights,
+    )
+
+
+def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]:
+    """Return the part to train and its range of sigma."""
+    if "transformer_2" not in pipeline.parts:
+        if config.expert != "auto":
+            raise UsageError(f"--expert {config.expert}: this model has one transformer.", fix="Leave it away.")
+        return "transformer", 0.0, 1.0
+    boundary = pipeline.boundary or 0.875
+    if config.expert == "auto":
+        raise UsageError(
+            "This model has two experts, which are trained one at a time.",
+            why=f"one is for sigma above {boundary}, the other for sigma below.",
+            fix="Give --expert high or --expert low.",
+        )
+    return ("transformer", boundary, 1.0) if config.expert == "high" else ("transformer_2", 0.0, boundary)
+
+
+def _encode(job: _Job, dataset: str | None) -> EncodedData:
+    """Fill the caches where they are not up to date, and open them; the encoders are gone afterwards."""
+    config = job.config
+    encode = EncodeConfig(
+        model=config.model,
+        dataset_path=dataset,
+        cache_dir=config.cache_dir,
+        vae_checkpoint=config.vae_checkpoint,
+        width=config.width,
+        height=config.height,
+        frames=config.frames,
+        max_aspect=config.max_aspect,
+        device=str(job.device),
+        dtype=config.dtype,
+        skip_bad=config.skip_bad,
+    )
+    run_encode(encode)
+    return open_encoded(encode)
+
+
+def _make_student(job: _Job) -> tuple[Role, Placed]:
+    """Build the model where it belongs: adapters, then compilation, then the activation policy, then the placement."""
+    config = job.config
+    if config.from_scratch:
+        model: nn.Module = _random_model(job)
+    else:
+        model = load_model(job.transformer, dtype=job.dtype, device="cpu")
+    model.requires_grad_(config.lora_rank == 0).train()
+    if config.lora_rank:
+        _add_adapters(model, config)
+    blocks = list(model.get_submodule("blocks"))
+    if config.torch_compile:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    if config.policy != "none" or config.activations_to_host:
+        apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host)
+    resident = parse_resident(config.resident, "--resident")
+    name = "gpu" if job.device.type == "cpu" and config.placement in ("auto", "offload") else config.placement
+    placed = choose_placement(name, resident=resident).attach(Subject(model=model, blocks=blocks), job.device)
+    return Role("student", model, is_trained=True), placed
+
+
+def _random_model(job: _Job) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.config.seed)
+        model: nn.Module = WanTransformer3DModel(**job.transformer.config)
+    for name, parameter in model.named_parameters():
+        if not stays_in_float32(WanTransformer3DModel, name):
+            parameter.data = parameter.data.to(job.dtype)
+    return model
+
+
+def _add_adapters(model: nn.Module, config: TrainConfig) -> None:
+    from peft import LoraConfig
+
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in config.lora_targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise UsageError(
+                f"--lora-targets {target}: the model has no such layer.", fix="to_q, to_k, to_v, to_out.0 are usual."
+            )
+    alpha = config.lora_alpha or config.lora_rank
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=list(config.lora_targets)))
+
+
+def _train(
+    job: _Job, ranks: Ranks, monitor: Monitor, student: Role, placed: Placed, data: EncodedData, held_out: EncodedData | None
+) -> Trained:
+    config = job.config
+    samples = _samples(job, data)
+    plan = StepPlan(BatchPlan(samples.buckets, config.batch_size, config.seed), ranks.world_size, config.gradient_accumulation)
+    num_steps = config.num_steps or -(-config.num_epochs * plan.plan.batches_per_epoch // plan.batches_per_step)
+    parameters = student.trained_parameters
+    optimisation = Optimisation(parameters, _optimiser_options(config, num_steps), job.precision, job.device)
+    method = FlowMatching(student, dtype=job.dtype, pixels=_pixel_loss(job, data))
+    average = MovingAverage(parameters, config.ema_decay) if config.use_ema else None
+    metrics = WriteMetrics(config.output_dir, monitor.observe)
+    callbacks: list[Callback] = [KeepAverage(average)] if average is not None else []
+    callbacks += [metrics, WatchMemory(snapshot=config.memory_snapshot)]
+    measure = None
+    if held_out is not None:
+        measure = MeasureHeldOut(
+            method, _samples(job, held_out), job.sigma, metrics, every=config.validate_every, average=average
+        )
+        callbacks.append(measure)
+    if config.sample_every:
+        drawing = _drawing(job, samples)
+        decode = lambda latents: _decode(job, data, latents)  # noqa: E731
+        folder = config.output_dir / "samples"
+        callbacks.append(DrawSamples(student, drawing, decode, folder, every=config.sample_every, average=average))
+    callbacks.append(ShowProgress(monitor.line))
+    states = TrainingStates(config.output_dir / "states", config.keep)
+    loop = Loop(
+        method,
+        {"student": optimisation},
+        samples,
+        plan,
+        LoopOptions(
+            num_steps=num_steps,
+            log_every=config.log_every,
+            save_every=config.save_every,
+            workers=config.workers,
+            seed=config.seed,
+            precision=job.precision,
+        ),
+        device=job.device,
+        ranks=ranks,
+        states=states,
+        callbacks=callbacks,
+    )
+    _resume(config, loop, states, ranks)
+    if ranks.is_first:
+        _describe(job, loop, parameters, plan, num_steps, placed)
+    with monitor.phase("training", "student"):
+        stopped = loop.run()
+    if ranks.is_first and job.device.type != "cpu":
+        say("Memory by phase: " + "; ".join(monitor.summary()))
+    output = None
+    if stopped.signal is None:
+        with monitor.phase("writing the result", "student"):
+            output = _write_result(job, ranks, student, average)
+    return Trained(stopped.step, output, measure.losses if measure else {}, _exit_code(config, stopped, ranks))
+
+
+def _samples(job: _Job, data: EncodedData) -> CachedSamples:
+    # A quarter of what is free, for each process that reads.
+    memory = Bytes(available_host_memory() // (4 * (job.config.workers + 1)))
+    return CachedSamples(
+        data.source,
+        data.buckets,
+        data.texts,
+        data.latents,
+        text_width=job.transformer.config["text_dim"],
+        randomness=Randomness(sigma=job.sigma, caption_dropout=job.config.caption_dropout),
+        memory=memory,
+    )
+
+
+def _optimiser_options(config: TrainConfig, num_steps: int) -> OptimiserOptions:
+    return OptimiserOptions(
+        name=config.optimizer_name,
+        rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        betas=(config.beta1, config.beta2),
+        clip_norm=config.clip_norm or None,
+        schedule=config.lr_schedule,
+        warmup_steps=config.warmup_steps,
+        num_steps=num_steps,
+        rounding=config.rounding,
+        seed=config.seed,
+    )
+
+
+def _pixel_loss(job: _Job, data: EncodedData) -> PixelLoss | None:
+    if not job.config.pixel_loss_weight:
+        return None
+    vae = load_model(data.vae, dtype=torch.float32, device=job.device)
+    if job.config.vae_gradient_checkpointing:
+        checkpoint_vae(vae)
+
+    def decode(latents: Tensor) -> Tensor:
+        pixels: Tensor = vae.decode(denormalise(latents, data.vae.config), return_dict=False)[0]
+        return pixels
+
+    return PixelLoss(decode, job.config.pixel_loss_weight)
+
+
+def _decode(job: _Job, data: EncodedData, latents: Sequence[Tensor]) -> list[Tensor]:
+    """Decode samples; the VAE is in memory only for as long."""
+    vae: Any = load_model(data.vae, dtype=torch.float32, device=job.device)
+    return [vae.decode(denormalise(each[None], data.vae.config), return_dict=False)[0][0].cpu() for each in latents]
+
+
+def _drawing(job: _Job, samples: CachedSamples) -> Drawing:
+    config = job.config
+    if config.sample_prompts:
+        prompts: Sequence[str] = config.sample_prompts
+        text = encode_prompts(
+            job.pipeline.part("text_encoder"),
+            job.pipeline.part("tokenizer"),
+            prompts,
+            device=job.device,
+            dtype=find_dtype(config.dtype, job.device),
+        ).float()
+    else:
+        chosen = range(min(_DEFAULT_SAMPLES, len(samples)))
+        prompts = [samples.caption(index) for index in chosen]
+        text = torch.stack([samples.text(index) for index in chosen])
+    shape = samples.latents(0).shape
+    return Drawing(
+        prompts=prompts,
+        text=text,
+        empty_text=samples.empty_text,
+        latent_shape=(shape[0], shape[1], shape[2], shape[3]),
+        num_steps=config.sample_steps,
+        shift=config.sigma_shift or job.pipeline.shift or 1.0,
+        solver=job.pipeline.solver,
+        cfg_scale=config.cfg_scale,
+        fps=16,
+        seed=config.seed,
+        dtype=job.dtype,
+    )
+
+
+def _resume(config: TrainConfig, loop: Loop, states: TrainingStates, ranks: Ranks) -> None:
+    newest = states.newest()
+    if config.resume is None:
+        if newest is not None:
+            raise UsageError(
+                f"{config.output_dir} holds a training already, up to {newest.name}.",
+                fix="Go on with it with --resume auto, or give another --output-dir.",
+            )
+        return
+    path = newest if config.resume == "auto" else Path(config.resume)
+    if path is None:
+        say(f"There is no state in {states.folder} yet; starting from the beginning")
+        return
+    if newest is not None and path.resolve() != newest.resolve() and path.resolve().parent == newest.resolve().parent:
+        raise UsageError(
+            f"{newest} is newer than {path}.",
+            why="going on from the older one would leave two histories in one folder.",
+            fix=f"Copy {path.name} and give another --output-dir, or move the newer ones away.",
+        )
+    loop.load(load_state(path))
+    if ranks.is_first:
+        say(f"Going on from {path}, step {loop.step}")
+
+
+def _describe(
+    job: _Job, loop: Loop, parameters: dict[str, nn.Parameter], plan: StepPlan, num_steps: int, placed: Placed
+) -> None:
+    count = sum(parameter.numel() for parameter in parameters.values())
+    batch = job.config.batch_size * plan.batches_per_step
+    what = f"adapters of rank {job.config.lora_rank}" if job.config.lora_rank else "all weights"
+    say(
+        f"Training {what} of the {job.part.replace('_', ' ')} ({count / 1e6:.1f} M parameters, {placed.footprint.device} of "
+        f"weights on {job.device}) for {num_steps} steps of {batch} samples, "
+        f"{num_steps * plan.batches_per_step / plan.plan.batches_per_epoch:.1f} epochs"
+    )
+    if placed.note:
+        say(f"Placement {placed.note}")
+
+
+def _write_result(job: _Job, ranks: Ranks, student: Role, average: MovingAverage | None) -> Path:
+    config = job.config
+    target = config.output_dir / ("lora" if config.lora_rank else "model")
+    if ranks.is_first:
+        with average.in_use() if average is not None else nullcontext():
+            if config.lora_rank:
+                from peft import get_peft_model_state_dict
+
+                alpha = config.lora_alpha or config.lora_rank
+                write_lora(target, get_peft_model_state_dict(student.model), alpha=alpha, rank=config.lora_rank)
+            else:
+                write_pipeline(target, job.pipeline, {job.part: lambda path: write_model(path, student.model)})
+        say(f"Wrote {target}")
+    ranks.wait()
+    return target
+
+
+def _exit_code(config: TrainConfig, stopped: Stopped, ranks: Ranks) -> int:
+    if stopped.signal is None:
+        return 0
+    if ranks.is_first:
+        say(f"Stopped at step {stopped.step}; {stopped.state} is saved. Go on with --resume auto")
+    return 128 + stopped.signal

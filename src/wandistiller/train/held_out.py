@@ -1,0 +1,83 @@
+"""The loss on data that is not trained on, at fixed quantiles of sigma and with fixed noise: numbers that can be compared."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from wandistiller.data.cached_samples import CachedSamples
+from wandistiller.data.loader import sample_generator
+from wandistiller.flow.sigma import SigmaDistribution
+from wandistiller.train.callbacks import Callback
+from wandistiller.train.ema import MovingAverage
+from wandistiller.train.methods.finetune import FlowMatching
+from wandistiller.train.metrics import WriteMetrics
+from wandistiller.train.optimisation import autocast
+
+if TYPE_CHECKING:
+    from wandistiller.train.loop import Loop
+
+QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+class MeasureHeldOut(Callback):
+    """Writes ``held_out/loss`` and one loss for each quantile; ranks share the samples."""
+
+    def __init__(
+        self,
+        method: FlowMatching,
+        samples: CachedSamples,
+        sigma: SigmaDistribution,
+        metrics: WriteMetrics,
+        *,
+        every: int,
+        average: MovingAverage | None = None,
+        limit: int = 256,
+    ) -> None:
+        """Measure the ``average`` where there is one, on at most ``limit`` samples."""
+        self._method = method
+        self._samples = samples
+        self._sigma = sigma
+        self._metrics = metrics
+        self._every = every
+        self._average = average
+        self._count = min(limit, len(samples))
+        self._measured_step = -1
+        self.losses: dict[str, float] = {}
+
+    def stepped(self, loop: Loop) -> None:
+        if self._every and loop.step % self._every == 0:
+            self._measure(loop)
+
+    def ended(self, loop: Loop) -> None:
+        if self._measured_step != loop.step:
+            self._measure(loop)
+
+    def _measure(self, loop: Loop) -> None:
+        self._measured_step = loop.step
+        sums = torch.zeros(len(QUANTILES) + 1, dtype=torch.float64)
+        with self._average.in_use() if self._average is not None else nullcontext():
+            for index in range(loop.ranks.rank, self._count, loop.ranks.world_size):
+                sums[:-1] += self._errors(loop, index)
+                sums[-1] += 1
+        loop.ranks.mean(sums)
+        means = (sums[:-1] / sums[-1]).tolist()
+        named = {f"held_out/loss_at_{self._sigma.quantile(u):.2f}": value for u, value in zip(QUANTILES, means, strict=True)}
+        self.losses = {"held_out/loss": sum(means) / len(means), **named}
+        self._metrics.write(loop, self.losses)
+
+    def _errors(self, loop: Loop, index: int) -> torch.Tensor:
+        """Return one sample's error at each quantile; the noise is the sample's own, the same every time."""
+        latents = self._samples.latents(index).to(loop.device)
+        noise = torch.randn(latents.shape, generator=sample_generator(0, 0, index)).to(loop.device)
+        count = len(QUANTILES)
+        tensors = {
+            "latents": latents.expand(count, *latents.shape),
+            "noise": noise.expand(count, *noise.shape),
+            "sigma": torch.tensor([self._sigma.quantile(u) for u in QUANTILES], device=loop.device),
+            "text": self._samples.text(index).to(loop.device).expand(count, -1, -1),
+        }
+        with autocast(loop.options.precision, loop.device):
+            return self._method.held_out_errors(tensors).double().cpu()

@@ -1,0 +1,58 @@
+"""What would help a training that runs out of memory, in bytes and in time, from this very run's shapes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from wandistiller.config.train import TrainConfig
+from wandistiller.memory.advice import Remedy
+from wandistiller.memory.out_of_memory import Failure
+from wandistiller.models.stored import StoredModel
+from wandistiller.units import Bytes
+
+
+def find_remedies(config: TrainConfig, transformer: StoredModel, device: torch.device, failure: Failure) -> list[Remedy]:
+    """Return what the flags of ``train`` can do."""
+    if failure.kind != "device":
+        return []
+    count = sum(math.prod(transformer.weights.entries[name].shape) for name in transformer.names.values())
+    width = 2 if config.weights_dtype == "bfloat16" else 4
+    is_full = config.lora_rank == 0
+    # Weights, gradients, and the optimiser's own: two moments, and masters for short weights.
+    fixed = count * width
+    if is_full:
+        fixed += count * width + count * (8 if config.optimizer_name == "adamw" else 2)
+        fixed += count * 4 if width == 2 and config.rounding == "masters" else 0
+    held = failure.in_use + (failure.asked or 0)
+    activations = max(held - fixed, 0)
+    found: list[Remedy] = []
+    # Measured on a 5B at video length: full recomputation keeps about 1/25 and costs a third, selective 1/20 and a seventh.
+    if config.policy == "none":
+        found.append(Remedy(changes={"activation_policy": "selective"}, saves=Bytes(activations * 19 // 20), slowdown=1.14))
+        found.append(Remedy(changes={"activation_policy": "full"}, saves=Bytes(activations * 24 // 25), slowdown=1.3))
+    elif not config.activations_to_host:
+        found.append(Remedy(changes={"activations_to_host": True}, saves=Bytes(activations // 2), slowdown=1.01))
+    if config.batch_size > 1:
+        half = config.batch_size // 2
+        found.append(
+            Remedy(
+                changes={"batch_size": half, "gradient_accumulation": config.gradient_accumulation * 2},
+                saves=Bytes(round(activations * (1 - half / config.batch_size))),
+                slowdown=1.05,
+            )
+        )
+    if is_full and config.optimizer_name == "adamw":
+        found.append(Remedy(changes={"optimizer": "adamw8bit"}, saves=Bytes(count * 6), slowdown=1.03))
+    if is_full and config.weights_dtype == "float32":
+        change = {"weights_dtype": "bfloat16", "rounding": "stochastic"}
+        found.append(Remedy(changes=change, saves=Bytes(count * 4), why="weights and gradients in 16 bits"))
+    if is_full:
+        saves = Bytes(fixed - count * width)
+        found.append(Remedy(changes={"lora_rank": 32}, saves=saves, why="adapters beside frozen weights"))
+    elif config.placement == "gpu":
+        layers = transformer.config["num_layers"]
+        saves = Bytes(fixed * (layers - 2) // layers)
+        found.append(Remedy(changes={"placement": "offload"}, saves=saves, slowdown=1.05, why="weights in host memory"))
+    return found

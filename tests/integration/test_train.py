@@ -1,0 +1,187 @@
+"""``train`` end to end on a tiny Wan and a small world."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from PIL import Image
+from safetensors.torch import load_file
+
+from wandistiller.api import sample, train
+from wandistiller.errors import UsageError
+
+WORLD = {"dataset_path": "world:12:1x32x32", "width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
+QUICK = {"model": "tiny", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
+
+
+def weights(folder):
+    return load_file(folder / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path):
+    run = tmp_path / "run"
+    done = train(
+        **QUICK,
+        output_dir=run,
+        num_steps=4,
+        held_out="world-heldout:4:1x32x32",
+        validate_every=2,
+        sample_every=4,
+        use_ema=True,
+        sample_steps=2,
+        cfg_scale=2.0,
+    )
+    assert done.step == 4
+    assert done.output == run / "model"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert all(line["memory/host_gb"] > 0 for line in lines if "loss" in line)
+    held_out = [line for line in lines if "held_out/loss" in line]
+    assert [line["step"] for line in held_out] == [2, 4]
+    assert done.losses["held_out/loss"] == held_out[-1]["held_out/loss"]
+    pictures = sorted((run / "samples" / "step-00000004").glob("*.png"))
+    assert len(pictures) == 4
+    assert all(np.asarray(Image.open(picture)).shape == (32, 32, 3) for picture in pictures)
+    assert list((run / "tensorboard").iterdir())
+    pipeline = WanPipeline.from_pretrained(run / "model")
+    drawn = pipeline("x", height=32, width=32, num_frames=1, num_inference_steps=2, output_type="latent", guidance_scale=1.0)
+    assert torch.isfinite(drawn.frames).all()
+    ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
+    assert ours[0].files[0].exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_ema": True, "lr_schedule": "cosine", "warmup_steps": 2, "gradient_accumulation": 2, "workers": 1},
+        {"weights_dtype": "bfloat16", "rounding": "stochastic", "gradient_checkpointing": True},
+    ],
+)
+def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
+    options = {**QUICK, **options}
+    train(**options, output_dir=tmp_path / "straight", num_steps=4)
+    # The schedule counts to the last step, so the interrupted run is one of the same length that is cut short.
+    code = (
+        "import json, os, signal, sys\n"
+        "from wandistiller.api import train\n"
+        "from wandistiller.train.metrics import ShowProgress\n"
+        "stepped = ShowProgress.stepped\n"
+        "def stop(self, loop):\n"
+        "    stepped(self, loop)\n"
+        "    if loop.step == 2: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "ShowProgress.stepped = stop\n"
+        "done = train(**json.loads(sys.argv[1]))\n"
+        "sys.exit(done.exit_code)\n"
+    )
+    arguments = json.dumps({**options, "output_dir": str(tmp_path / "cut"), "num_steps": 4})
+    # Sums over several threads round otherwise, and this process has one.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, arguments]
+    cut = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert cut.returncode == 128 + 15, cut.stderr
+    assert "Stopped at step 2" in cut.stderr
+    assert not (tmp_path / "cut" / "model").exists()
+    rest = train(**options, output_dir=tmp_path / "cut", num_steps=4, resume="auto")
+    assert rest.step == 4
+    assert equal(weights(tmp_path / "cut"), weights(tmp_path / "straight"))
+    steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_lora_files_that_others_load(tmp_path, tiny_folder):
+    done = train(**{**QUICK, "learning_rate": 0.05}, output_dir=tmp_path, num_steps=3, lora_rank=4, lora_alpha=8)
+    assert {path.name for path in done.output.iterdir()} == {"pytorch_lora_weights.safetensors", "comfyui_lora.safetensors"}
+    inputs = (torch.randn(1, 8, 1, 8, 8), torch.tensor([500.0]), torch.randn(1, 8, 32))
+    plain = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer")
+    outputs = []
+    for file in ("pytorch_lora_weights.safetensors", "comfyui_lora.safetensors"):
+        pipeline = WanPipeline.from_pretrained(tiny_folder)
+        pipeline.load_lora_weights(done.output, weight_name=file)
+        with torch.no_grad():
+            outputs.append(pipeline.transformer(*inputs)[0])
+    with torch.no_grad():
+        assert not torch.allclose(outputs[0], plain(*inputs)[0], atol=1e-4)
+    torch.testing.assert_close(outputs[0], outputs[1])
+    # By hand: the trained factors from the state, times alpha / rank, added to the weights.
+    state = load_file(tmp_path / "states" / "step-00000003" / "state.safetensors")
+    with torch.no_grad():
+        for name, factor in state.items():
+            if name.startswith("roles/student/") and ".lora_A." in name:
+                other = state[name.replace(".lora_A.", ".lora_B.")]
+                module = name.removeprefix("roles/student/").partition(".lora_A")[0]
+                plain.get_submodule(module).weight += 8 / 4 * other @ factor
+        torch.testing.assert_close(plain(*inputs)[0], outputs[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_policy": "selective"},
+        {"gradient_checkpointing": True, "activations_to_host": True},
+        {"batch_size": 1, "gradient_accumulation": 2},
+    ],
+)
+def test_memory_options_do_not_change_what_is_learnt(tmp_path, options):
+    train(**QUICK, output_dir=tmp_path / "plain", num_steps=3)
+    train(**{**QUICK, **options}, output_dir=tmp_path / "other", num_steps=3)
+    for name, value in weights(tmp_path / "plain").items():
+        torch.testing.assert_close(weights(tmp_path / "other")[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_pixels_through_the_vae(tmp_path):
+    losses = []
+    for checkpointing in (False, True):
+        folder = tmp_path / str(checkpointing)
+        train(**QUICK, output_dir=folder, num_steps=2, pixel_loss_weight=0.5, vae_gradient_checkpointing=checkpointing)
+        losses.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0][0]["loss"] == pytest.approx(losses[0][0]["velocity_loss"] + 0.5 * losses[0][0]["pixel_loss"], rel=1e-5)
+    assert [line["loss"] for line in losses[1]] == pytest.approx([line["loss"] for line in losses[0]], rel=1e-4)
+    assert equal(weights(tmp_path / "False"), weights(tmp_path / "True")) or losses[0][1]["loss"] < 10
+
+
+def test_each_expert_has_its_range_of_sigma(tmp_path, two_expert_folder):
+    done = train(**{**QUICK, "model": str(two_expert_folder)}, output_dir=tmp_path, num_steps=1, expert="low")
+    before = WanTransformer3DModel.from_pretrained(two_expert_folder, subfolder="transformer").state_dict()
+    after = WanTransformer3DModel.from_pretrained(done.output, subfolder="transformer").state_dict()
+    assert equal(before, after), "the other expert is as it was"
+    trained = WanTransformer3DModel.from_pretrained(done.output, subfolder="transformer_2").state_dict()
+    old = WanTransformer3DModel.from_pretrained(two_expert_folder, subfolder="transformer_2").state_dict()
+    assert not equal(old, trained)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "--model is missing"),
+        ({"dataset_path": "nowhere"}, "nowhere"),
+        ({"expert": "high"}, "one transformer"),
+        ({"lora_rank": 4, "lora_targets": ("to_x",)}, "no such layer"),
+        ({"resume": "nowhere"}, "nowhere does not exist"),
+        ({"distributed": True}, "torchrun did not start"),
+        ({"learning_rate": -1.0}, "--learning-rate -1.0 is out of range"),
+        ({"caption_dropout": 1.5}, "not a share"),
+        ({"vae_gradient_checkpointing": True}, "without --pixel-loss-weight"),
+        ({"placement": "offload"}, "trains adapters"),
+    ],
+)
+def test_wrong_input(tmp_path, changes, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        train(**{**QUICK, **changes}, output_dir=tmp_path / "run", num_steps=1)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_folder_with_a_training_is_not_written_over(tmp_path):
+    train(**QUICK, output_dir=tmp_path, num_steps=2)
+    with pytest.raises(UsageError, match="holds a training already"):
+        train(**QUICK, output_dir=tmp_path, num_steps=2)
