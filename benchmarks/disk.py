@@ -86,7 +86,7 @@ def ours(stored: StoredModel) -> tuple[nn.Module, Placed]:
         locate=lambda name: stored.locate(name, torch.bfloat16),
     )
     placed = find_placement("disk").attach(subject, DEVICE)
-    model.stream = placed.detach.__self__
+    model.stream = placed.stream
     return model, placed
 
 

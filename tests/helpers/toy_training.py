@@ -89,7 +89,7 @@ def make_loop(
     parameters = method.student.trained_parameters
     optimiser = OptimiserOptions(**{"rate": 0.01, "num_steps": steps, **options})
     optimisation = Optimisation(parameters, optimiser, precision, CPU)
-    callbacks = [*callbacks, KeepAverage(MovingAverage(parameters, 0.9))] if ema else list(callbacks)
+    callbacks = [*callbacks, KeepAverage(MovingAverage(method.student.model, parameters, 0.9))] if ema else list(callbacks)
     states = TrainingStates(folder, keep) if folder is not None else None
     plan = StepPlan(BatchPlan([0] * len(reader), batch_size, 3), ranks.world_size, accumulation)
     loop = Loop(

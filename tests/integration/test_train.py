@@ -65,6 +65,7 @@ def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path):
         {},
         {"use_ema": True, "lr_schedule": "cosine", "warmup_steps": 2, "gradient_accumulation": 2, "workers": 1},
         {"weights_dtype": "bfloat16", "rounding": "stochastic", "gradient_checkpointing": True},
+        {"weights_dtype": "bfloat16", "placement": "offload", "use_ema": True},
     ],
 )
 def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
@@ -129,6 +130,8 @@ def test_lora_files_that_others_load(tmp_path, tiny_folder):
         {"activation_policy": "selective"},
         {"gradient_checkpointing": True, "activations_to_host": True},
         {"batch_size": 1, "gradient_accumulation": 2},
+        {"placement": "offload"},
+        {"placement": "offload", "gradient_checkpointing": True, "use_ema": True, "ema_decay": 0.0},
     ],
 )
 def test_memory_options_do_not_change_what_is_learnt(tmp_path, options):
@@ -171,7 +174,8 @@ def test_each_expert_has_its_range_of_sigma(tmp_path, two_expert_folder):
         ({"learning_rate": -1.0}, "--learning-rate -1.0 is out of range"),
         ({"caption_dropout": 1.5}, "not a share"),
         ({"vae_gradient_checkpointing": True}, "without --pixel-loss-weight"),
-        ({"placement": "offload"}, "trains adapters"),
+        ({"placement": "offload", "optimizer": "adafactor"}, "with adamw"),
+        ({"placement": "disk"}, "not for training"),
     ],
 )
 def test_wrong_input(tmp_path, changes, message):

@@ -158,8 +158,8 @@ class TrainConfig(CommandConfig):
     """Send what is kept for backward to host memory, beside the computation."""
 
     placement: PlacementName = "gpu"
-    """Where the transformer's weights live: 'gpu', or with --lora-rank 'offload': in host memory, streamed to the card ahead
-    of their use."""
+    """Where the transformer's weights live: 'gpu', or 'offload': in host memory, streamed to the card ahead of their use.
+    Without --lora-rank the blocks' gradients and their optimiser are in host memory too, and work beside the card."""
 
     resident: str = "0"
     """With --placement offload and LoRA: blocks that stay on the card, or 'auto' for as many as the bus needs."""
@@ -230,8 +230,8 @@ class TrainConfig(CommandConfig):
             raise UsageError("--lora-rank adapts trained weights, and --from-scratch has none.", fix="Choose one.")
         if self.placement not in ("gpu", "offload"):
             raise UsageError(f"--placement {self.placement} is not for training.", fix="Take gpu or offload.")
-        if self.placement == "offload" and not self.lora_rank:
-            raise UsageError("--placement offload trains adapters, not all weights.", fix="Give --lora-rank as well.")
+        if self.placement == "offload" and not self.lora_rank and self.optimizer_name != "adamw":
+            raise UsageError("--placement offload trains all weights with adamw.", fix="Use --optimizer adamw, or --lora-rank.")
         if self.mixed_precision == "fp16" and self.weights_dtype == "bfloat16":
             raise UsageError("fp16 goes with weights in float32.", fix="Take --mixed-precision bf16, or no.")
         self._check_numbers()

@@ -8,6 +8,7 @@ the bus; such a block lands in a staging buffer and is multiplied out by the com
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -64,13 +65,25 @@ class _InHostMemory:
     def __init__(self, layouts: Sequence[BlockLayout]) -> None:
         self.layouts = layouts
         self.flats: list[Tensor] = []
+        self._held_back: dict[int, threading.Event] = {}
 
     @property
     def host_bytes(self) -> int:
         return sum(flat.numel() for flat in self.flats)
 
     def fetch(self, index: int) -> Tensor:
+        event = self._held_back.get(index)
+        if event is not None:
+            event.wait()
         return self.flats[index]
+
+    def hold_back(self, index: int) -> None:
+        """Let whoever fetches a block wait, because it is about to change."""
+        self._held_back[index] = threading.Event()
+
+    def let_go(self, index: int) -> None:
+        """Say that a block that was held back is ready."""
+        self._held_back.pop(index).set()
 
     def fetched(self, index: int, ticket: Ticket) -> None:
         pass
@@ -106,6 +119,11 @@ class HostStore(_InHostMemory):
         raise AssertionError("host memory holds blocks as they are used")
 
     def views(self, index: int) -> dict[str, Tensor]:
+        self.fetch(index)  # waits for what is held back
+        return self.views_at_once(index)
+
+    def views_at_once(self, index: int) -> dict[str, Tensor]:
+        """Return the block's members also while it is held back, for whoever changes them."""
         return {member.name: member.view(self.flats[index]) for member in self.layouts[index].members}
 
 

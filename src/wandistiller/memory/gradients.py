@@ -30,7 +30,7 @@ class HostGradients:
     ) -> None:
         self._sums: dict[int, Tensor] = {}
         self.hooks: list[Any] = []
-        self._take = take or self._add
+        self.take = take or self._add
         self._lane = lane or lane_for(device)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -114,7 +114,7 @@ class HostGradients:
             self._lane.wait_on_host(ticket)
             del gradient
             try:
-                self._take(parameter, target)
+                self.take(parameter, target)
             except BaseException as error:  # noqa: BLE001 - raised again where the training loop waits
                 self._error = error
             item = None

@@ -67,6 +67,8 @@ class Placed:
     detach: Callable[[], None]
     note: str = ""
     """What was chosen and why, where there was a choice."""
+    stream: BlockStream | None = None
+    """The streamed blocks, where they are."""
     keep_up: Callable[[], str] = lambda: ""
     """Call once between steps, when the first are done: brings onto the device what the bus is too slow for, if there is
     room, and says so; does nothing for a placement that has no such choice."""
@@ -193,7 +195,7 @@ class Streamed(Placement):
             train=self.train,
         )
         stream.is_timed = self.resident == "auto"
-        placed = Placed(footprint, stream.detach)
+        placed = Placed(footprint, stream.detach, stream=stream)
         placed.keep_up = lambda: _keep_up(stream, placed) if self.resident == "auto" else ""
         return placed
 
@@ -234,7 +236,7 @@ class FromDisk(Placement):
             read=subject.read,
             locate=subject.locate,
         )
-        return Placed(footprint, stream.detach)
+        return Placed(footprint, stream.detach, stream=stream)
 
 
 def _keep_up(stream: BlockStream, placed: Placed) -> str:

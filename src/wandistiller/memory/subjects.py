@@ -43,16 +43,17 @@ def choose_placement(
     *,
     resident: int | Literal["auto"] = "auto",
     eight_bit: bool = False,
+    train: bool = False,
     device_map: Path | None = None,
     max_memory: Mapping[int | str, int] | None = None,
     headroom: Bytes | None = None,
 ) -> Placement:
-    """Return a placement by name with those of the options that concern it."""
+    """Return a placement by name with those of the options that concern it; ``train`` is for whole blocks, not adapters."""
     match name:
         case "auto":
             return find_placement(name, headroom=headroom or Bytes(0))
         case "offload":
-            return find_placement(name, resident=0 if eight_bit else resident, quantise=eight_bit)
+            return find_placement(name, resident=0 if eight_bit else resident, quantise=eight_bit, train=train)
         case "custom":
             return find_placement(name, map=device_map)
         case "balanced" | "sequential":

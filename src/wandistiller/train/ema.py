@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class MovingAverage:
     """``average = decay * average + (1 - decay) * parameter`` after every step.
 
-    Early on the decay is smaller, ``(1 + step) / (10 + step)``, so that the random start is soon forgotten.
+    Early on the decay is smaller, ``(1 + step) / (10 + step)``, so that the random start is soon forgotten. Weights are read
+    and written through the model's state, which knows where they are, on the device or streamed.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, device: torch.device | None = None) -> None:
-        """Start from the parameters; ``device`` keeps the average elsewhere, such as in host memory."""
-        self._parameters = dict(parameters)
+    def __init__(self, model: nn.Module, names: Collection[str], decay: float, device: torch.device | None = None) -> None:
+        """Start from the named weights; ``device`` keeps the average elsewhere, such as in host memory."""
+        self._model = model
         self.decay = decay
-        self.averages = {name: value.detach().to(device, torch.float32, copy=True) for name, value in parameters.items()}
+        state = model.state_dict()
+        self.averages = {name: state[name].detach().to(device, torch.float32, copy=True) for name in names}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the parameters after a step."""
+        """Take in the weights after a step."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
+        state = self._model.state_dict()
         for name, average in self.averages.items():
-            average.lerp_(self._parameters[name].detach().to(average.device, torch.float32), weight)
+            average.lerp_(state[name].to(average.device, torch.float32), weight)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let the model have the averages for as long as the block runs."""
-        own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        state = self._model.state_dict()
+        own = {name: state[name].detach().clone() for name in self.averages}
         try:
-            self._write(self.averages)
+            self._model.load_state_dict(self.averages, strict=False)
             yield
         finally:
-            self._write(own)
-
-    @torch.no_grad()
-    def _write(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(values[name])
+            self._model.load_state_dict(own, strict=False)

@@ -42,12 +42,13 @@ from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.held_out import MeasureHeldOut
+from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.loop import Loop, LoopOptions, Stopped
 from wandistiller.train.memory_watch import WatchMemory
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.metrics import ShowProgress, WriteMetrics
-from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
+from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, Optimises
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.samples import Drawing, DrawSamples
 from wandistiller.units import Bytes
@@ -103,6 +104,12 @@ def _prepare(config: TrainConfig) -> _Job:
     ranks = read_ranks()
     if config.distributed and not is_rank():
         raise UsageError("--distributed was given, but torchrun did not start this.", fix="Start it with torchrun.")
+    if ranks.world_size > 1 and config.placement == "offload" and not config.lora_rank:
+        raise UsageError(
+            "Ranks that train together cannot each offload all weights.",
+            why="gradients leave for the host before ranks could exchange them.",
+            fix="Train adapters with --lora-rank, keep the weights on the cards, or start without torchrun.",
+        )
     device = find_device(rank_device(config.device, ranks))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -186,8 +193,8 @@ def _make_student(job: _Job) -> tuple[Role, Placed]:
     if config.policy != "none" or config.activations_to_host:
         apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host)
     resident = parse_resident(config.resident, "--resident")
-    name = "gpu" if job.device.type == "cpu" and config.placement in ("auto", "offload") else config.placement
-    placed = choose_placement(name, resident=resident).attach(Subject(model=model, blocks=blocks), job.device)
+    placement = choose_placement(config.placement, resident=resident, train=config.lora_rank == 0)
+    placed = placement.attach(Subject(model=model, blocks=blocks), job.device)
     return Role("student", model, is_trained=True), placed
 
 
@@ -224,9 +231,14 @@ def _train(
     plan = StepPlan(BatchPlan(samples.buckets, config.batch_size, config.seed), ranks.world_size, config.gradient_accumulation)
     num_steps = config.num_steps or -(-config.num_epochs * plan.plan.batches_per_epoch // plan.batches_per_step)
     parameters = student.trained_parameters
-    optimisation = Optimisation(parameters, _optimiser_options(config, num_steps), job.precision, job.device)
+    options = _optimiser_options(config, num_steps)
+    optimisation: Optimises
+    if placed.stream is not None and placed.stream.gradients is not None:
+        optimisation = HostOptimisation(parameters, placed.stream, options, job.precision, job.device)
+    else:
+        optimisation = Optimisation(parameters, options, job.precision, job.device)
     method = FlowMatching(student, dtype=job.dtype, pixels=_pixel_loss(job, data))
-    average = MovingAverage(parameters, config.ema_decay) if config.use_ema else None
+    average = MovingAverage(student.model, parameters, config.ema_decay) if config.use_ema else None
     metrics = WriteMetrics(config.output_dir, monitor.observe)
     callbacks: list[Callback] = [KeepAverage(average)] if average is not None else []
     callbacks += [metrics, WatchMemory(snapshot=config.memory_snapshot)]

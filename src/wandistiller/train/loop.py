@@ -27,7 +27,7 @@ from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import TrainingError, shortened
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.method import Losses, Method, Turn
-from wandistiller.train.optimisation import MixedPrecision, Optimisation, autocast
+from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Loop:
     def __init__(
         self,
         method: Method,
-        optimisations: Mapping[str, Optimisation],
+        optimisations: Mapping[str, Optimises],
         reader: SampleReader,
         plan: StepPlan,
         options: LoopOptions,
@@ -158,9 +158,8 @@ class Loop:
                     f"The state is of another training: {shortened(sorted(missing))} of role '{name}' do not match.",
                     fix="Resume with the model and the flags that it was started with.",
                 )
-            with torch.no_grad():
-                for key, parameter in parameters.items():
-                    parameter.copy_(values[key])
+            # Through the model, which knows where its weights are.
+            role.model.load_state_dict(values, strict=False)
         for name, optimisation in self.optimisations.items():
             optimisation.load_state(state.part(f"optimisers/{name}"), state.facts["optimisers"][name])
         for callback in self._callbacks:
@@ -172,11 +171,13 @@ class Loop:
     def _state(self, generators: list[Any]) -> TrainingState:
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {"position": self.position, "generators": generators, "optimisers": {}}
-        for name, role in self.method.roles.items():
-            tensors |= {f"roles/{name}/{key}": parameter.detach() for key, parameter in role.trained_parameters.items()}
+        # Optimisers first: one that works on the host may still be updating weights.
         for name, optimisation in self.optimisations.items():
             own, facts["optimisers"][name] = optimisation.state()
             tensors |= {f"optimisers/{name}/{key}": tensor for key, tensor in own.items()}
+        for name, role in self.method.roles.items():
+            values = role.model.state_dict()
+            tensors |= {f"roles/{name}/{key}": values[key] for key in role.trained_parameters}
         for callback in self._callbacks:
             tensors |= {f"callbacks/{type(callback).__name__}/{key}": tensor for key, tensor in callback.state().items()}
         return TrainingState(self.step, tensors, facts)
@@ -187,14 +188,15 @@ class Loop:
         for turn in self.method.turns:
             optimisation = self.optimisations[turn.role]
             for number, batch in enumerate(batches):
-                with self._synchronising(turn, is_last=number == len(batches) - 1):
+                is_last = number == len(batches) - 1
+                with self._synchronising(turn, is_last=is_last):
                     with autocast(self.options.precision, self.device):
                         losses = turn.losses(batch)
                     self._note(turn, batch, losses)
                     # Each sample counts the same, also in a batch that is not full. DDP divides by the number of ranks.
                     share = batch.num_samples / total * self.ranks.world_size
-                    optimisation.backward(losses.total * share)
-            self._add(f"{turn.role}/gradient_norm", optimisation.step(self.step), 1)
+                    optimisation.backward(losses.total * share, is_last=is_last)
+            self._add(f"{turn.role}/gradient_norm", optimisation.step(self.step).to(self.device), 1)
         self.step += 1
         self.position += self._plan.batches_per_step
 

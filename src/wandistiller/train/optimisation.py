@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,21 @@ def autocast(precision: MixedPrecision, device: torch.device) -> AbstractContext
     return torch.autocast(device.type, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
 
 
+class Optimises(Protocol):
+    """What the loop needs of an optimiser, wherever its state is."""
+
+    @property
+    def rate(self) -> float: ...
+
+    def backward(self, loss: Tensor, *, is_last: bool = True) -> None: ...
+
+    def step(self, number: int) -> Tensor: ...
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
+
+
 class Optimisation:
     """One optimiser with what belongs to it."""
 
@@ -70,8 +85,8 @@ class Optimisation:
                 options.name, stepped, rate=options.rate, weight_decay=options.weight_decay, betas=options.betas
             )
 
-    def backward(self, loss: Tensor) -> None:
-        """Add a loss's gradients to those of the step."""
+    def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
+        """Add a loss's gradients to those of the step; ``is_last`` says that the step's are complete with these."""
         self._scaler.scale(loss).backward()
 
     def step(self, number: int) -> Tensor:

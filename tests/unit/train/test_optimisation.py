@@ -36,8 +36,9 @@ def test_schedules(name, step, expected):
 
 
 def test_the_average_by_its_formula():
-    parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
-    average, expected = MovingAverage({"x": parameter}, decay=0.5), torch.tensor([1.0, 2.0])
+    model = nn.Module()
+    model.x = parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
+    average, expected = MovingAverage(model, ["x"], decay=0.5), torch.tensor([1.0, 2.0])
     for step in range(1, 6):
         parameter.data = torch.tensor([float(step), -float(step)])
         average.update(step)

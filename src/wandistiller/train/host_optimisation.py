@@ -1,0 +1,238 @@
+"""An optimiser for streamed blocks: their gradients, moments and float32 weights are in host memory, and so is the update.
+
+Gradients arrive block by block while backward goes on. Without clipping a block is updated as soon as its own are complete,
+beside the backward of the blocks before it. With clipping the norm of all gradients is needed first, so the updates run beside
+the next forward instead, in its order: a block's weights leave for the device when they are new. What is not streamed is
+updated on the device by an optimiser of the ordinary kind.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wandistiller.errors import UsageError
+from wandistiller.memory.block_store import HostStore
+from wandistiller.memory.layout import Member
+from wandistiller.memory.streaming import BlockStream
+from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
+from wandistiller.train.schedules import rate_factor
+
+
+@dataclass
+class _Block:
+    """One streamed block's trained weights as one flat float32 tensor, with its optimiser."""
+
+    members: list[Member]
+    names: list[str]
+    offsets: list[int]
+    master: nn.Parameter
+    gradient: Tensor
+    optimiser: torch.optim.Optimizer
+    num_arrived: int = 0
+    square_norm: float = 0.0
+
+    def piece(self, flat: Tensor, index: int) -> Tensor:
+        """Return a member's part of a flat tensor, in the member's shape."""
+        member = self.members[index]
+        start = self.offsets[index]
+        return flat[start : start + member.shape.numel()].view(member.shape)
+
+
+class HostOptimisation:
+    """What ``Optimisation`` does, for a model whose blocks are streamed and trained."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        stream: BlockStream,
+        options: OptimiserOptions,
+        precision: MixedPrecision,
+        device: torch.device,
+    ) -> None:
+        if options.name != "adamw" or precision == "fp16":
+            raise UsageError(
+                "Offloaded weights are trained with adamw, in bf16 or float32.",
+                fix="Use --optimizer adamw and --mixed-precision bf16.",
+            )
+        assert stream.gradients is not None and isinstance(stream.store, HostStore)
+        self._store = stream.store
+        self.parameters = dict(parameters)
+        self.options = options
+        self._stream = stream
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._blocks: list[_Block] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        for position, layout in enumerate(stream.layouts):
+            members = [member for member in layout.members if id(member.tensor) in names]
+            self._blocks.append(self._make_block(position, members, [names[id(member.tensor)] for member in members]))
+            self._places |= {id(member.tensor): (position, index) for index, member in enumerate(members)}
+        rest = {name: parameter for name, parameter in self.parameters.items() if id(parameter) not in self._places}
+        # Clipped here, together with the streamed ones.
+        self._rest = Optimisation(rest, replace(options, clip_norm=None), precision, device)
+        self._number = 0
+        self._backwards = 0
+        self._expected = 0
+        self._clip: float | None = options.clip_norm
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()
+        self._pending = 0
+        self._error: BaseException | None = None
+        threading.Thread(target=self._update_in_turn, name="wandistiller-updates", daemon=True).start()
+        stream.gradients.take = self._arrive
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last step."""
+        return self._rate_at(max(self._number - 1, 0))
+
+    def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
+        """Add a loss's gradients to those of the step; the last ones complete it."""
+        self._expected = self._backwards + 1 if is_last else 0
+        loss.backward()
+        assert self._stream.gradients is not None
+        self._stream.gradients.wait()
+        self._backwards += 1
+
+    def step(self, number: int) -> Tensor:
+        """Finish the step with this number, counted from 0; return the norm of all gradients."""
+        if self._error is not None:
+            self.wait()
+        on_device = [parameter.grad for parameter in self._rest.parameters.values() if parameter.grad is not None]
+        squares = [gradient.float().square().sum() for gradient in on_device]
+        total = sum(block.square_norm for block in self._blocks) + (float(torch.stack(squares).sum()) if squares else 0.0)
+        norm = math.sqrt(total)
+        if self._clip is not None:
+            scale = min(1.0, self._clip / (norm + 1e-6))
+            for gradient in on_device:
+                gradient.mul_(scale)
+            for position, block in enumerate(self._blocks):
+                self._store.hold_back(position)
+                self._schedule(lambda position=position, block=block: self._update(position, block, scale))  # type: ignore[misc]
+        self._rest.step(number)
+        self._number, self._backwards = number + 1, 0
+        self._stream.invalidate()
+        return torch.tensor(norm)
+
+    def wait(self) -> None:
+        """Return when all updates are done; raise what one of them raised."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._pending == 0)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return all state: tensors by name, and plain values."""
+        self.wait()
+        tensors, facts = self._rest.state()
+        tensors = {f"rest.{name}": tensor for name, tensor in tensors.items()}
+        for block in self._blocks:
+            flats = {"master": block.master.detach(), **self._moments(block)}
+            for kind, flat in flats.items():
+                tensors |= {f"{kind}.{name}": block.piece(flat, index) for index, name in enumerate(block.names)}
+        return tensors, {"rest": facts, "number": self._number}
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Take up a state again."""
+        prefix = "rest."
+        rest = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        self._rest.load_state(rest, facts["rest"])
+        self._number = facts["number"]
+        with torch.no_grad():
+            for block in self._blocks:
+                state = block.optimiser.state[block.master]
+                state["step"] = torch.tensor(float(self._number))
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(block.master) for _ in range(2))
+                flats = {"master": block.master.data, **self._moments(block)}
+                for kind, flat in flats.items():
+                    for index, name in enumerate(block.names):
+                        block.piece(flat, index).copy_(tensors[f"{kind}.{name}"])
+
+    def _make_block(self, position: int, members: list[Member], names: list[str]) -> _Block:
+        sizes = [member.shape.numel() for member in members]
+        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        values = self._store.views(position)
+        flat = torch.empty(sum(sizes))
+        for member, offset, size in zip(members, offsets, sizes, strict=True):
+            flat[offset : offset + size].view(member.shape).copy_(values[member.name])
+        master = nn.Parameter(flat)
+        options = self.options
+        optimiser = torch.optim.AdamW(
+            [master], lr=options.rate, betas=options.betas, weight_decay=options.weight_decay, fused=True
+        )
+        return _Block(members, names, offsets, master, torch.zeros(sum(sizes)), optimiser)
+
+    @staticmethod
+    def _moments(block: _Block) -> dict[str, Tensor]:
+        state = block.optimiser.state[block.master]
+        return {kind: state[kind] for kind in ("exp_avg", "exp_avg_sq")} if "exp_avg" in state else {}
+
+    def _arrive(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Take a gradient in; called on the thread that gradients arrive on."""
+        position, index = self._places[id(parameter)]
+        block = self._blocks[position]
+        target = block.piece(block.gradient, index)
+        if self._backwards == 0:
+            target.copy_(gradient)
+        else:
+            target.add_(gradient)
+        if self._expected != self._backwards + 1:
+            return
+        if block.num_arrived == 0:
+            block.square_norm = 0.0
+        block.num_arrived += 1
+        block.square_norm += float(target.square().sum())
+        if block.num_arrived == len(block.members):
+            block.num_arrived = 0
+            if self._clip is None:
+                self._store.hold_back(position)
+                self._schedule(lambda: self._update(position, block, 1.0))
+
+    def _update(self, position: int, block: _Block, scale: float) -> None:
+        """Give a block its new weights, in float32 and where it is streamed from."""
+        try:
+            with torch.no_grad():
+                block.master.grad = block.gradient.mul_(scale) if scale != 1.0 else block.gradient
+                block.optimiser.param_groups[0]["lr"] = self._rate_at(self._number_of(block))
+                block.optimiser.step()
+                block.master.grad = None
+                values = self._store.views_at_once(position)
+                for index, member in enumerate(block.members):
+                    values[member.name].copy_(block.piece(block.master, index))
+        finally:
+            self._store.let_go(position)  # also if it failed: whoever waits here would never see the error
+
+    @staticmethod
+    def _number_of(block: _Block) -> int:
+        """Return the number of the step that a block is about to take, counted from 0."""
+        state = block.optimiser.state[block.master]
+        return int(state["step"].item()) if "step" in state else 0
+
+    def _rate_at(self, number: int) -> float:
+        options = self.options
+        return options.rate * rate_factor(
+            options.schedule, number, warmup_steps=options.warmup_steps, num_steps=options.num_steps
+        )
+
+    def _schedule(self, work: Callable[[], None]) -> None:
+        with self._idle:
+            self._pending += 1
+        self._work.put(work)
+
+    def _update_in_turn(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
+                self._error = error
+            with self._idle:
+                self._pending -= 1
+                self._idle.notify_all()

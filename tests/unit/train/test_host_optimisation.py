@@ -1,0 +1,111 @@
+"""Updates on the host, beside forward or backward, against the ordinary optimiser on the same numbers."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from wandistiller.errors import UsageError
+from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.streaming import stream_blocks
+from wandistiller.train.host_optimisation import HostOptimisation
+from wandistiller.train.optimisation import Optimisation, OptimiserOptions
+
+CPU = torch.device("cpu")
+OPTIONS = {"rate": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "num_steps": 6}
+
+
+@pytest.fixture
+def batches(tiny_size):
+    torch.manual_seed(1)
+    channels, width = tiny_size.transformer["in_channels"], tiny_size.transformer["text_dim"]
+    return [
+        (torch.randn(1, channels, 1, 8, 8), torch.tensor([300.0]), torch.randn(1, 8, width), torch.randn(1, channels, 1, 8, 8))
+        for _ in range(12)
+    ]
+
+
+def make(tiny_size, streamed, dtype=torch.float32, policy=None, **options):
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(**{**tiny_size.transformer, "num_layers": 4}).to(dtype)
+    stream = None
+    if policy:
+        apply_policy(list(model.blocks), policy, CPU)
+    if streamed:
+        stream = stream_blocks(model, list(model.blocks), CPU, train=True)
+    parameters = dict(model.named_parameters())
+    options = OptimiserOptions(**{**OPTIONS, **options})
+    return model, HostOptimisation(parameters, stream, options, "no", CPU) if streamed else Optimisation(
+        parameters, options, "no", CPU
+    )
+
+
+def train(model, optimisation, batches, start=0, steps=6, accumulation=2):
+    norms = []
+    for step in range(start, steps):
+        for turn in range(accumulation):
+            noisy, times, text, target = batches[step * accumulation + turn]
+            dtype = next(model.parameters()).dtype
+            found = model(noisy.to(dtype), times, text.to(dtype), return_dict=False)[0]
+            loss = (found.float() - target).square().mean() / accumulation
+            optimisation.backward(loss, is_last=turn == accumulation - 1)
+        norms.append(optimisation.step(step).item())
+    return norms
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05, 100.0])
+@pytest.mark.parametrize("policy", [None, "full"])
+def test_it_is_the_ordinary_optimiser(tiny_size, batches, clip_norm, policy):
+    plain, ordinary = make(tiny_size, False, clip_norm=clip_norm)
+    expected = train(plain, ordinary, batches)
+    streamed, on_host = make(tiny_size, True, clip_norm=clip_norm, policy=policy)
+    assert train(streamed, on_host, batches) == pytest.approx(expected, rel=1e-4)
+    assert on_host.rate == pytest.approx(ordinary.rate)
+    found = streamed.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_it_goes_on_to_the_bit(tiny_size, batches, clip_norm):
+    straight, optimisation = make(tiny_size, True, clip_norm=clip_norm, dtype=torch.bfloat16)
+    train(straight, optimisation, batches)
+    expected = {name: value.clone() for name, value in straight.state_dict().items()}
+    first, optimisation = make(tiny_size, True, clip_norm=clip_norm, dtype=torch.bfloat16)
+    train(first, optimisation, batches, steps=3)
+    tensors, facts = optimisation.state()
+    saved = {name: value.clone() for name, value in first.state_dict().items()}
+    second, optimisation = make(tiny_size, True, clip_norm=clip_norm, dtype=torch.bfloat16)
+    second.load_state_dict(saved)
+    optimisation.load_state({name: value.clone() for name, value in tensors.items()}, facts)
+    train(second, optimisation, batches, start=3)
+    for name, value in second.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_small_updates_reach_weights_in_16_bits(tiny_size, batches):
+    model, optimisation = make(tiny_size, True, dtype=torch.bfloat16, rate=1e-5, schedule="constant", warmup_steps=0)
+    before = {name: value.float() for name, value in model.state_dict().items()}
+    train(model, optimisation, batches)
+    masters, _ = optimisation.state()
+    moved = [(masters[f"master.{name}"] - before[name]).abs().max().item() for name in before if f"master.{name}" in masters]
+    assert min(moved) > 2e-6
+
+
+def test_what_an_update_raises_is_seen(tiny_size, batches, monkeypatch):
+    model, optimisation = make(tiny_size, True, clip_norm=1.0)
+
+    def fail():
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(optimisation._blocks[1].optimiser, "step", fail)
+    train(model, optimisation, batches, steps=1)
+    with pytest.raises(MemoryError, match="no room"):
+        train(model, optimisation, batches, start=1, steps=3)
+
+
+@pytest.mark.parametrize(("options", "precision"), [({"name": "adafactor"}, "no"), ({}, "fp16")])
+def test_what_it_cannot_do(tiny_size, options, precision):
+    model = WanTransformer3DModel(**tiny_size.transformer)
+    stream = stream_blocks(model, list(model.blocks), CPU, train=True)
+    with pytest.raises(UsageError, match="trained with adamw"):
+        HostOptimisation(dict(model.named_parameters()), stream, OptimiserOptions(**options), precision, CPU)
