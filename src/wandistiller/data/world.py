@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -191,12 +192,12 @@ def _not_a_caption(text: str, why: str) -> UsageError:
 
 
 def _caption_pattern() -> re.Pattern[str]:
-    def one_of(names: object) -> str:
-        return f"(?:{'|'.join(names)})"  # type: ignore[arg-type]
+    def one_of(names: Iterable[str]) -> str:
+        return f"(?:{'|'.join(names)})"
 
     kind = f"{one_of(COLOURS)} {one_of(SHAPES)}"
     thing = f"(a {one_of(SIZES)} {kind} at the {one_of(PLACES)})"
-    moves = f"(?:, the ({kind}) moves ({one_of(set(MOTIONS) - {'still'})}))?"
+    moves = f"(?:, the ({kind}) moves ({one_of(name for name in MOTIONS if name != 'still')}))?"
     return re.compile(f"{thing}(?: and {thing})? on a ({one_of(BACKGROUNDS)}) background{moves}")
 
 

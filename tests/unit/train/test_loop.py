@@ -93,6 +93,28 @@ def test_it_resumes_in_every_precision(tmp_path, dtype, rounding, precision):
     assert equal(weights_of(rest), weights_of(straight))
 
 
+class WideMethod(ToyMethod):
+    """With a layer that is large enough for moments in 8 bits (from 4,096 numbers on)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(4, 1024), torch.nn.Tanh(), torch.nn.Linear(1024, 1))
+        self.student.model = torch.nn.Sequential(*layers)
+
+
+def test_moments_in_8_bits_resume_to_the_bit(tmp_path):
+    options = {"name": "adamw8bit", "ema": False}
+    straight = make_loop(steps=4, method=WideMethod(), **options)
+    straight.run()
+    make_loop(tmp_path, steps=2, method=WideMethod(), **options).run()
+    state = load_state(tmp_path / "step-00000002")
+    assert any(value.dtype == torch.uint8 and value.numel() == 4096 for value in state.tensors.values())
+    rest = make_loop(tmp_path, steps=4, method=WideMethod(), resume=True, **options)
+    rest.run()
+    assert equal(weights_of(rest), weights_of(straight))
+
+
 def test_the_metrics_are_means_over_the_samples():
     collect = Collect()
     loop = make_loop(steps=4, batch_size=10, callbacks=[collect], log_every=4, rate=0.0, weight_decay=0.0)
