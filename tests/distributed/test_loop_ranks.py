@@ -1,6 +1,7 @@
 """Several ranks against one: the same samples, the same losses, the same weights to rounding."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -54,6 +55,14 @@ def test_two_ranks_are_one_with_the_same_global_batch(job, batch, accumulation):
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
     together = [index for rank in log["seen"] for batch in rank[: 3 * accumulation] for index in batch]
     assert sorted(together) == list(range(12)), "each sample once an epoch, no overlap"
+
+
+def test_two_ranks_stopped_and_resumed_are_the_same_to_the_bit(job, tmp_path):
+    _, straight = job(2, 6, 2)
+    shutil.rmtree(tmp_path / "states")
+    job(2, 3, 2)
+    _, resumed = job(2, 6, 2, resume=True)
+    assert all(torch.equal(resumed[name], value) for name, value in straight.items())
 
 
 def test_another_number_of_ranks_goes_on_where_the_data_was(job):

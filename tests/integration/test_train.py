@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -141,6 +142,34 @@ def test_memory_options_do_not_change_what_is_learnt(tmp_path, options):
         torch.testing.assert_close(weights(tmp_path / "other")[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("placement", ["offload", "disk", "cpu", "auto"])
+def test_adapters_are_the_same_wherever_the_weights_live(tmp_path, placement):
+    options = {**QUICK, "lora_rank": 4, "num_steps": 3}
+    expected = train(**options, output_dir=tmp_path / "gpu").output
+    found = train(**options, output_dir=tmp_path / placement, placement=placement, gradient_checkpointing=True).output
+    first, second = (load_file(folder / "pytorch_lora_weights.safetensors") for folder in (expected, found))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_compiled_blocks_learn_the_same(tmp_path):
+    train(**QUICK, output_dir=tmp_path / "plain", num_steps=2)
+    train(**QUICK, output_dir=tmp_path / "compiled", num_steps=2, torch_compile=True, activation_policy="selective")
+    for name, value in weights(tmp_path / "plain").items():
+        torch.testing.assert_close(weights(tmp_path / "compiled")[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_nothing_is_left_behind(tmp_path):
+    """Whoever trains from Python has the process as it was: PyTorch's own attention, and no threads."""
+    attention, threads = torch.nn.functional.scaled_dot_product_attention, set(threading.enumerate())
+    for number, options in enumerate([{"activation_policy": "selective"}, {"placement": "offload"}]):
+        train(**QUICK, **options, output_dir=tmp_path / str(number), num_steps=1)
+    assert torch.nn.functional.scaled_dot_product_attention is attention
+    left = [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("wandistiller")]
+    assert not left
+
+
 def test_pixels_through_the_vae(tmp_path):
     losses = []
     for checkpointing in (False, True):
@@ -175,7 +204,8 @@ def test_each_expert_has_its_range_of_sigma(tmp_path, two_expert_folder):
         ({"caption_dropout": 1.5}, "not a share"),
         ({"vae_gradient_checkpointing": True}, "without --pixel-loss-weight"),
         ({"placement": "offload", "optimizer": "adafactor"}, "with adamw"),
-        ({"placement": "disk"}, "not for training"),
+        ({"placement": "disk"}, "cannot train all weights"),
+        ({"placement": "balanced"}, "not for training"),
     ],
 )
 def test_wrong_input(tmp_path, changes, message):

@@ -159,7 +159,8 @@ class TrainConfig(CommandConfig):
 
     placement: PlacementName = "gpu"
     """Where the transformer's weights live: 'gpu', or 'offload': in host memory, streamed to the card ahead of their use.
-    Without --lora-rank the blocks' gradients and their optimiser are in host memory too, and work beside the card."""
+    Without --lora-rank the blocks' gradients and their optimiser are in host memory too, and work beside the card. With
+    --lora-rank also 'disk' (streamed from their files), 'cpu' (which computes) and 'auto' (the fastest that fits)."""
 
     resident: str = "0"
     """With --placement offload and LoRA: blocks that stay on the card, or 'auto' for as many as the bus needs."""
@@ -228,8 +229,12 @@ class TrainConfig(CommandConfig):
             raise UsageError("--vae-gradient-checkpointing changes nothing without --pixel-loss-weight.", fix="Give both.")
         if self.lora_rank and self.from_scratch:
             raise UsageError("--lora-rank adapts trained weights, and --from-scratch has none.", fix="Choose one.")
-        if self.placement not in ("gpu", "offload"):
-            raise UsageError(f"--placement {self.placement} is not for training.", fix="Take gpu or offload.")
+        if self.placement in ("balanced", "sequential", "custom"):
+            raise UsageError(f"--placement {self.placement} is not for training.", fix="Take gpu, offload, disk or cpu.")
+        if self.placement in ("disk", "cpu", "auto") and not self.lora_rank:
+            raise UsageError(f"--placement {self.placement} cannot train all weights.", fix="Take gpu or offload.")
+        if self.placement == "disk" and self.from_scratch:
+            raise UsageError("--from-scratch has no weights on disk.", fix="Take another --placement.")
         if self.placement == "offload" and not self.lora_rank and self.optimizer_name != "adamw":
             raise UsageError("--placement offload trains all weights with adamw.", fix="Use --optimizer adamw, or --lora-rank.")
         if self.mixed_precision == "fp16" and self.weights_dtype == "bfloat16":

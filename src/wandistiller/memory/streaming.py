@@ -149,15 +149,19 @@ class BlockStream:
 
     def detach(self) -> None:
         """Give the model its weights back in ordinary host memory, and take off every hook."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         for index, layout in enumerate(self.layouts):
             values = self._values(index)
             for member in layout.members:
                 member.tensor.data = values[member.name].to("cpu", copy=True)
         for tensor, home in self._outside:
             tensor.data = tensor.data.to(home)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of memory, threads and files; the model has no weights to compute with afterwards."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for block in self.blocks:
             remove_mark(block, "stream")
         if self.gradients is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placed, Subject
-from wandistiller.memory.subjects import choose_placement
+from wandistiller.memory.streaming import bind
+from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.devices import DTYPES, find_device, find_dtype
 from wandistiller.models.latents import denormalise
@@ -89,12 +90,12 @@ def run_train(config: TrainConfig) -> Trained:
     """Do the whole job."""
     job = _prepare(config)
     monitor = Monitor([job.device], lambda failure: find_remedies(config, job.transformer, job.device, failure))
-    with joined(job.device) as ranks:
+    with joined(job.device) as ranks, ExitStack() as ends:
         data = _encode(job, config.dataset_path)
         held_out = _encode(job, config.held_out) if config.held_out else None
         with monitor.phase("loading", "student"):
-            student, placed = _make_student(job)
-        return _train(job, ranks, monitor, student, placed, data, held_out)
+            student, placed = _make_student(job, ends)
+        return _train(job, ranks, monitor, student, placed, data, held_out, ends)
 
 
 def _prepare(config: TrainConfig) -> _Job:
@@ -176,55 +177,79 @@ def _encode(job: _Job, dataset: str | None) -> EncodedData:
     return open_encoded(encode)
 
 
-def _make_student(job: _Job) -> tuple[Role, Placed]:
-    """Build the model where it belongs: adapters, then compilation, then the activation policy, then the placement."""
+def _make_student(job: _Job, ends: ExitStack) -> tuple[Role, Placed]:
+    """Build the model where it belongs: adapters, then compilation, then the activation policy, then the placement.
+
+    ``ends`` is told what to undo when the run is over.
+    """
     config = job.config
-    if config.from_scratch:
-        model: nn.Module = _random_model(job)
-    else:
-        model = load_model(job.transformer, dtype=job.dtype, device="cpu")
+    # What is stored is still on the meta device: weights go from the files to where they belong, and nothing is there twice.
+    subject = _random_subject(job) if config.from_scratch else stored_subject(job.transformer, job.dtype)
+    model = subject.model
     model.requires_grad_(config.lora_rank == 0).train()
     if config.lora_rank:
-        _add_adapters(model, config)
-    blocks = list(model.get_submodule("blocks"))
+        subject = _with_adapters(subject, config)
+    blocks = list(subject.blocks)
     if config.torch_compile:
         for block in blocks:
             block.forward = torch.compile(block.forward)
     if config.policy != "none" or config.activations_to_host:
-        apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host)
+        ends.callback(apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host).detach)
     resident = parse_resident(config.resident, "--resident")
     placement = choose_placement(config.placement, resident=resident, train=config.lora_rank == 0)
-    placed = placement.attach(Subject(model=model, blocks=blocks), job.device)
+    placed = placement.attach(subject, job.device)
+    if placed.stream is not None:
+        ends.callback(placed.stream.close)
     return Role("student", model, is_trained=True), placed
 
 
-def _random_model(job: _Job) -> nn.Module:
+def _random_subject(job: _Job) -> Subject:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.config.seed)
         model: nn.Module = WanTransformer3DModel(**job.transformer.config)
     for name, parameter in model.named_parameters():
         if not stays_in_float32(WanTransformer3DModel, name):
             parameter.data = parameter.data.to(job.dtype)
-    return model
+    return Subject(model=model, blocks=list(model.get_submodule("blocks")))
 
 
-def _add_adapters(model: nn.Module, config: TrainConfig) -> None:
+def _with_adapters(subject: Subject, config: TrainConfig) -> Subject:
+    """Add adapters, which are real and in float32 while the model is still empty."""
     from peft import LoraConfig
 
+    model = subject.model
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for target in config.lora_targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise UsageError(
-                f"--lora-targets {target}: the model has no such layer.", fix="to_q, to_k, to_v, to_out.0 are usual."
-            )
+            raise UsageError(f"--lora-targets {target}: the model has no such layer.", fix="to_q, to_k and to_v are usual.")
     alpha = config.lora_alpha or config.lora_rank
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=list(config.lora_targets)))
+    model.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=list(config.lora_targets)))
+    generator = torch.Generator().manual_seed(config.seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            values = torch.zeros(parameter.shape)
+            if ".lora_A." in name:  # as peft does it: uniform up to 1 / sqrt(inputs), and zeros for the second factor
+                values.uniform_(-1, 1, generator=generator).div_(parameter.shape[1] ** 0.5)
+            bind(parameter, values)
+    assert subject.read is not None and subject.locate is not None
+    read, locate = subject.read, subject.locate
+    # peft puts the layer itself one level down.
+    return replace(
+        subject,
+        read=lambda name: read(name.replace(".base_layer.", ".")),
+        locate=lambda name: None if ".lora_" in name else locate(name.replace(".base_layer.", ".")),
+    )
 
 
 def _train(
-    job: _Job, ranks: Ranks, monitor: Monitor, student: Role, placed: Placed, data: EncodedData, held_out: EncodedData | None
+    job: _Job,
+    ranks: Ranks,
+    monitor: Monitor,
+    student: Role,
+    placed: Placed,
+    data: EncodedData,
+    held_out: EncodedData | None,
+    ends: ExitStack,
 ) -> Trained:
     config = job.config
     samples = _samples(job, data)
@@ -234,7 +259,8 @@ def _train(
     options = _optimiser_options(config, num_steps)
     optimisation: Optimises
     if placed.stream is not None and placed.stream.gradients is not None:
-        optimisation = HostOptimisation(parameters, placed.stream, options, job.precision, job.device)
+        optimisation = on_host = HostOptimisation(parameters, placed.stream, options, job.precision, job.device)
+        ends.callback(on_host.close)
     else:
         optimisation = Optimisation(parameters, options, job.precision, job.device)
     method = FlowMatching(student, dtype=job.dtype, pixels=_pixel_loss(job, data))

@@ -129,6 +129,10 @@ class HostOptimisation:
             error, self._error = self._error, None
             raise error
 
+    def close(self) -> None:
+        """End the thread, once all updates are done."""
+        self._work.put(None)
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all state: tensors by name, and plain values."""
         self.wait()
