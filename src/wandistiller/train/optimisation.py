@@ -54,6 +54,10 @@ class Optimises(Protocol):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
 
+    def _stepped(self) -> dict[str, nn.Parameter]:
+        """Return what the optimiser works on, by the names of the weights."""
+        return {name: self._masters.get(name, parameter) for name, parameter in self.parameters.items()}
+
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
 
 
@@ -75,7 +79,7 @@ class Optimisation:
         self._masters: dict[str, nn.Parameter] = {}
         if is_short and options.rounding == "masters":
             self._masters = {name: nn.Parameter(self.parameters[name].detach().float()) for name in is_short}
-        stepped = [self._masters.get(name, parameter) for name, parameter in self.parameters.items()]
+        stepped = list(self._stepped().values())
         if is_short and options.rounding == "stochastic":
             self.optimiser: torch.optim.Optimizer = StochasticAdamW(
                 stepped, rate=options.rate, weight_decay=options.weight_decay, betas=options.betas, seed=options.seed
@@ -98,7 +102,7 @@ class Optimisation:
         options = self.options
         for group in self.optimiser.param_groups:
             factor = rate_factor(options.schedule, number, warmup_steps=options.warmup_steps, num_steps=options.num_steps)
-            _set_rate(group, options.rate * factor)
+            group["lr"] = options.rate * factor
         self._scaler.unscale_(self.optimiser)
         stepped = [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
         limit = float("inf") if options.clip_norm is None else options.clip_norm
@@ -118,33 +122,26 @@ class Optimisation:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all state: tensors by name, and plain values."""
-        names = list(self.parameters)
-        state = self.optimiser.state_dict()["state"]
         tensors = {f"master.{name}": master.detach() for name, master in self._masters.items()}
         values: dict[str, Any] = {}
-        for index, entries in state.items():
-            for key, value in entries.items():
-                name = f"state.{names[index]}:{key}"
-                if isinstance(value, Tensor):
-                    tensors |= {f"{name}{part}": piece for part, piece in _pieces(value).items()}
-                else:
-                    values[name] = value
+        for name, parameter in self._stepped().items():
+            for key, value in self.optimiser.state.get(parameter, {}).items():
+                target: dict[str, Any] = tensors if isinstance(value, Tensor) else values
+                target[f"state.{name}:{key}"] = value
         return tensors, {"values": values, "scaler": self._scaler.state_dict()}
+
+    def _stepped(self) -> dict[str, nn.Parameter]:
+        """Return what the optimiser works on, by the names of the weights."""
+        return {name: self._masters.get(name, parameter) for name, parameter in self.parameters.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Take up a state again."""
         # Not through load_state_dict, which rounds moments to the dtype of their weights.
-        stepped = {name: self._masters.get(name, parameter) for name, parameter in self.parameters.items()}
+        stepped = self._stepped()
         is_fused = bool(self.optimiser.param_groups[0].get("fused"))
-        if any("|" in key for key in tensors):
-            self._make_state(stepped)
         for key, value in (*tensors.items(), *facts["values"].items()):
             if key.startswith("state."):
                 name, _, entry = key.removeprefix("state.").rpartition(":")
-                if "|" in entry:
-                    entry, _, piece = entry.partition("|")
-                    getattr(self.optimiser.state[stepped[name]][entry], piece).copy_(value)
-                    continue
                 if isinstance(value, Tensor) and (entry != "step" or is_fused):
                     value = value.to(stepped[name].device)
                 self.optimiser.state[stepped[name]][entry] = value
@@ -153,28 +150,3 @@ class Optimisation:
                 master.copy_(tensors[f"master.{name}"])
         if self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(facts["scaler"]))
-
-    @torch.no_grad()
-    def _make_state(self, stepped: Mapping[str, nn.Parameter]) -> None:
-        """Let an optimiser make its state, for one whose tensors only it can make: a step that changes nothing."""
-        for parameter in stepped.values():
-            parameter.grad = torch.zeros_like(parameter)
-        for group in self.optimiser.param_groups:
-            _set_rate(group, 0.0)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):  # compiled optimisers keep theirs in a tensor, so as not to compile again
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
-
-
-def _pieces(tensor: Tensor) -> dict[str, Tensor]:
-    """Return what a tensor is made of, by a suffix of its name: itself, or the parts of one in 8 bits."""
-    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
-        return {"": tensor}
-    names, _ = tensor.__tensor_flatten__()
-    return {f"|{name}": getattr(tensor, name) for name in names}

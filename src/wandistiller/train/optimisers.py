@@ -58,10 +58,12 @@ def _adamw8bit(
     parameters: Sequence[nn.Parameter], rate: float, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
     try:
-        from torchao.optim import AdamW8bit
+        from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
         raise UsageError(
-            "The 8-bit optimiser needs torchao.", why=str(error), fix="Install it with: pip install 'wandistiller[low-bit]'"
+            "The 8-bit optimiser needs bitsandbytes.",
+            why=str(error),
+            fix="Install it with: pip install 'wandistiller[low-bit]'",
         ) from error
     optimiser: torch.optim.Optimizer = AdamW8bit(parameters, lr=rate, betas=betas, weight_decay=weight_decay)
     return optimiser
