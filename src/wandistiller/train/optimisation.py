@@ -54,10 +54,6 @@ class Optimises(Protocol):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
 
-    def _stepped(self) -> dict[str, nn.Parameter]:
-        """Return what the optimiser works on, by the names of the weights."""
-        return {name: self._masters.get(name, parameter) for name, parameter in self.parameters.items()}
-
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
 
 
