@@ -20,6 +20,7 @@ from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.export import ExportConfig
 from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
+from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.config.values import convert_value
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory.out_of_memory import advising
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from wandistiller.doctor import Diagnosis
     from wandistiller.sample.sampler import Sample
     from wandistiller.train.finetune_run import Trained
+    from wandistiller.train.vae_run import TrainedVae
 
 ModelType = Literal["t2v", "i2v", "flf2v", "ti2v"]
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
@@ -302,6 +304,15 @@ def train(config: TrainConfig | None = None, **fields: Any) -> Trained:
     config = _config(TrainConfig, config, fields)
     with advising("train", config):
         return run_train(config)
+
+
+def train_vae(config: TrainVaeConfig | None = None, **fields: Any) -> TrainedVae:
+    """Train a VAE; give a ``TrainVaeConfig`` or its fields."""
+    from wandistiller.train.vae_run import run_train_vae
+
+    config = _config(TrainVaeConfig, config, fields)
+    with advising("train-vae", config):
+        return run_train_vae(config)
 
 
 def encode(config: EncodeConfig | None = None, **fields: Any) -> Encoded:

@@ -41,6 +41,8 @@ class Batch:
     names: tuple[str, ...]
     position: int
     epoch: int
+    step: int = 0
+    """Steps done before the one that this batch is part of; the loop says it."""
 
     @property
     def num_samples(self) -> int:

@@ -13,7 +13,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from wandistiller.checkpoint.trained import write_lora, write_model, write_pipeline
-from wandistiller.checkpoint.training_state import TrainingStates, load_state
+from wandistiller.checkpoint.training_state import TrainingStates
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.placement import parse_resident
 from wandistiller.config.train import TrainConfig
@@ -44,13 +44,14 @@ from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.held_out import MeasureHeldOut
 from wandistiller.train.host_optimisation import HostOptimisation
-from wandistiller.train.loop import Loop, LoopOptions, Stopped
+from wandistiller.train.loop import Loop, LoopOptions
 from wandistiller.train.memory_watch import WatchMemory
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.metrics import ShowProgress, WriteMetrics
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, Optimises
 from wandistiller.train.remedies import find_remedies
+from wandistiller.train.runs import exit_code, resume_run
 from wandistiller.train.samples import Drawing, DrawSamples
 from wandistiller.units import Bytes
 
@@ -299,7 +300,7 @@ def _train(
         states=states,
         callbacks=callbacks,
     )
-    _resume(config, loop, states, ranks)
+    resume_run(config.resume, loop, states, config.output_dir)
     if ranks.is_first:
         _describe(job, loop, parameters, plan, num_steps, placed)
     with monitor.phase("training", "student"):
@@ -310,7 +311,7 @@ def _train(
     if stopped.signal is None:
         with monitor.phase("writing the result", "student"):
             output = _write_result(job, ranks, student, average)
-    return Trained(stopped.step, output, measure.losses if measure else {}, _exit_code(config, stopped, ranks))
+    return Trained(stopped.step, output, measure.losses if measure else {}, exit_code(stopped, ranks))
 
 
 def _samples(job: _Job, data: EncodedData) -> CachedSamples:
@@ -393,30 +394,6 @@ def _drawing(job: _Job, samples: CachedSamples) -> Drawing:
     )
 
 
-def _resume(config: TrainConfig, loop: Loop, states: TrainingStates, ranks: Ranks) -> None:
-    newest = states.newest()
-    if config.resume is None:
-        if newest is not None:
-            raise UsageError(
-                f"{config.output_dir} holds a training already, up to {newest.name}.",
-                fix="Go on with it with --resume auto, or give another --output-dir.",
-            )
-        return
-    path = newest if config.resume == "auto" else Path(config.resume)
-    if path is None:
-        say(f"There is no state in {states.folder} yet; starting from the beginning")
-        return
-    if newest is not None and path.resolve() != newest.resolve() and path.resolve().parent == newest.resolve().parent:
-        raise UsageError(
-            f"{newest} is newer than {path}.",
-            why="going on from the older one would leave two histories in one folder.",
-            fix=f"Copy {path.name} and give another --output-dir, or move the newer ones away.",
-        )
-    loop.load(load_state(path))
-    if ranks.is_first:
-        say(f"Going on from {path}, step {loop.step}")
-
-
 def _describe(
     job: _Job, loop: Loop, parameters: dict[str, nn.Parameter], plan: StepPlan, num_steps: int, placed: Placed
 ) -> None:
@@ -447,11 +424,3 @@ def _write_result(job: _Job, ranks: Ranks, student: Role, average: MovingAverage
         say(f"Wrote {target}")
     ranks.wait()
     return target
-
-
-def _exit_code(config: TrainConfig, stopped: Stopped, ranks: Ranks) -> int:
-    if stopped.signal is None:
-        return 0
-    if ranks.is_first:
-        say(f"Stopped at step {stopped.step}; {stopped.state} is saved. Go on with --resume auto")
-    return 128 + stopped.signal

@@ -94,7 +94,8 @@ class Loop:
         for role in method.roles.values():
             if role.is_trained and ranks.world_size > 1 and role.trained_parameters:
                 devices = [device] if device.type == "cuda" else None
-                role.call = DistributedDataParallel(role.model, device_ids=devices)
+                # Buffers are computed alike from the same weights, so they need no exchange.
+                role.call = DistributedDataParallel(role.model, device_ids=devices, broadcast_buffers=False)
 
     @property
     def epoch(self) -> float:
@@ -151,9 +152,9 @@ class Loop:
         self.step, self.position = state.step, state.facts["position"]
         self._saved_step = self.step
         for name, role in self.method.roles.items():
-            parameters, values = role.trained_parameters, state.part(f"roles/{name}")
-            if parameters.keys() != values.keys():
-                missing = parameters.keys() ^ values.keys()
+            names, values = set(role.saved_names), state.part(f"roles/{name}")
+            if names != values.keys():
+                missing = names ^ values.keys()
                 raise TrainingError(
                     f"The state is of another training: {shortened(sorted(missing))} of role '{name}' do not match.",
                     fix="Resume with the model and the flags that it was started with.",
@@ -177,7 +178,7 @@ class Loop:
             tensors |= {f"optimisers/{name}/{key}": tensor for key, tensor in own.items()}
         for name, role in self.method.roles.items():
             values = role.model.state_dict()
-            tensors |= {f"roles/{name}/{key}": values[key] for key in role.trained_parameters}
+            tensors |= {f"roles/{name}/{key}": values[key] for key in role.saved_names}
         for callback in self._callbacks:
             tensors |= {f"callbacks/{type(callback).__name__}/{key}": tensor for key, tensor in callback.state().items()}
         return TrainingState(self.step, tensors, facts)
@@ -188,6 +189,7 @@ class Loop:
         for turn in self.method.turns:
             optimisation = self.optimisations[turn.role]
             for number, batch in enumerate(batches):
+                batch.step = self.step
                 is_last = number == len(batches) - 1
                 with self._synchronising(turn, is_last=is_last):
                     with autocast(self.options.precision, self.device):

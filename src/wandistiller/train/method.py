@@ -34,6 +34,15 @@ class Role:
         named = self.model.named_parameters() if self.is_trained else ()
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
+    @property
+    def saved_names(self) -> list[str]:
+        """What of the model's state changes while training: trained parameters, and buffers, such as a spectral norm's."""
+        if not self.is_trained:
+            return []
+        parameters = {name for name, _ in self.model.named_parameters()}
+        buffers = [name for name in self.model.state_dict() if name not in parameters]
+        return [*self.trained_parameters, *buffers]
+
 
 @dataclass
 class Losses:

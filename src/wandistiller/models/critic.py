@@ -1,0 +1,90 @@
+"""The critic of adversarial training: looks at patches of frames and at how they move, and gives each a logit.
+
+A PatchGAN (Isola et al. 2017) whose convolutions also reach over the frames before and after, each with its spectral norm
+held at 1 (Miyato et al. 2018). It knows nothing of the losses that it is trained with.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
+
+_MOST_WIDENING = 8
+_SLOPE = 0.2
+
+
+class PatchCritic(nn.Module):
+    """Logits, higher for what looks real, of overlapping patches of pixels.
+
+    Takes pixels (batch, channels, frames, height, width) and gives (batch, 1, frames, rows, columns); a single frame is a clip
+    of one. Time is never strided: a frame's logits are of itself and its neighbours, and beyond the ends the first and the last
+    frame stand still, so that a frame alone scores as it would in a clip where nothing moves.
+
+    There is no batch norm: it would let the samples of a batch score each other, where the gradient penalty is of each sample
+    alone, and clips are large enough that a batch is often one.
+
+    While training, every call first takes one step towards the spectral norms, in the buffers ``_u`` and ``_v``.
+    """
+
+    def __init__(self, *, base_width: int = 64, num_layers: int = 3, in_channels: int = 3) -> None:
+        """``num_layers`` halve the picture and double the width, from ``base_width`` to at most eight times that."""
+        super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"a critic needs a layer that halves the picture, but num_layers is {num_layers}")
+        self.in_channels = in_channels
+        self.smallest_side = 3 * 2**num_layers
+        """Fewest rows and columns that leave a patch: each halving rounds down, and each layer after them takes one away."""
+        widths = [in_channels] + [base_width * min(2**number, _MOST_WIDENING) for number in range(num_layers + 1)]
+        layers = [
+            CriticLayer(width, wider, stride=2 if number < num_layers else 1)
+            for number, (width, wider) in enumerate(pairwise(widths))
+        ]
+        layers.append(CriticLayer(widths[-1], 1, stride=1, is_last=True))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return the logits; raises ``ValueError`` for pixels that are no clip or too small to hold a patch."""
+        self._check(pixels)
+        hidden = pixels
+        for layer in self.layers:
+            # The norm is estimated from a product of matrices that 16 bits are too few for.
+            with torch.autocast(pixels.device.type, enabled=False):
+                weight = layer.conv.weight
+            hidden = layer(hidden, weight)
+        return hidden
+
+    def _check(self, pixels: Tensor) -> None:
+        if pixels.ndim != 5 or pixels.shape[1] != self.in_channels or pixels.shape[2] < 1:
+            raise ValueError(
+                f"the critic wants (batch, {self.in_channels}, frames, height, width), but was given {tuple(pixels.shape)}"
+            )
+        height, width = pixels.shape[-2:]
+        if min(height, width) < self.smallest_side:
+            raise ValueError(
+                f"the critic's patches need at least {self.smallest_side}x{self.smallest_side} pixels, but the picture has "
+                f"{height}x{width}; use larger pictures or crops, or a critic of fewer layers"
+            )
+
+
+class CriticLayer(nn.Module):
+    """A convolution over three frames and 4x4 pixels, then a leaky rectifier unless it is the last.
+
+    The weight is given from outside: reading ``conv.weight`` moves the estimate of its norm on, so a layer that read it again
+    when its activations are recomputed for the backward pass would recompute other ones.
+    """
+
+    def __init__(self, width: int, wider: int, *, stride: int, is_last: bool = False) -> None:
+        super().__init__()
+        self.conv = spectral_norm(nn.Conv3d(width, wider, (3, 4, 4), stride=(1, stride, stride), padding=(0, 1, 1)))
+        self.is_last = is_last
+
+    def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the next layer's input for this ``weight``, which has its norm held."""
+        # Not through replicate padding, whose backward pass has no fixed order on CUDA.
+        hidden = torch.cat([hidden[:, :, :1], hidden, hidden[:, :, -1:]], dim=2)
+        hidden = functional.conv3d(hidden, weight, self.conv.bias, self.conv.stride, self.conv.padding)
+        return hidden if self.is_last else functional.leaky_relu(hidden, _SLOPE)

@@ -1,0 +1,153 @@
+"""Training a VAE: reconstruction, KL, a perceptual loss, and a critic that learns to tell pictures from reconstructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from wandistiller.data.loader import Batch
+from wandistiller.models.vae_passes import VaePass, latent_shape
+from wandistiller.train.method import Losses, Role, Turn
+from wandistiller.train.vae_losses import (
+    adaptive_weight,
+    hinge_critic,
+    hinge_generator,
+    kl_divergence,
+    kl_weight,
+    r1_penalty,
+    reconstruction,
+)
+
+Perceptual = Callable[[Tensor, Tensor], Tensor]
+"""One distance a sample between found and wanted pixels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaeWeights:
+    """What counts how much."""
+
+    high_frequency: float = 0.0
+    kl_beta: float = 1e-6
+    kl_warmup_steps: int = 0
+    kl_free_bits: float = 0.0
+    perceptual: float = 0.0
+    adversarial: float = 0.0
+    adversarial_start: int = 0
+    """Step from which the critic is listened to; it learns from the start."""
+    adaptive: bool = True
+    """Scale the critic's word by the gradients at the last layer, so that it is as loud as the reconstruction."""
+    r1_gamma: float = 5.0
+    r1_interval: int = 16
+
+
+class VaeTraining:
+    """Roles ``vae`` (a ``VaePass``), ``critic`` where there is one; batches have ``pixels`` and ``seed``."""
+
+    def __init__(
+        self,
+        vae: Role,
+        weights: VaeWeights,
+        *,
+        critic: Role | None = None,
+        perceptual: Perceptual | None = None,
+        reduced_min_sizes: Sequence[int] = (),
+        repeats: int = 1,
+    ) -> None:
+        """``reduced_min_sizes`` adds each batch at smaller sizes; ``repeats`` takes every turn so often in one step."""
+        self._vae = vae
+        self._critic = critic
+        self._weights = weights
+        self._perceptual = perceptual
+        self._sizes = tuple(reduced_min_sizes)
+        self.roles: Mapping[str, Role] = {role.name: role for role in (vae, critic) if role is not None}
+        turns = [Turn(vae.name, self.vae_losses)]
+        if critic is not None:
+            turns.append(Turn(critic.name, self.critic_losses))
+        self.turns: Sequence[Turn] = turns * repeats
+        self._fakes: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Wanted and found pixels of the step's batches, for the critic's turn: what the VAE was judged by is what it sees."""
+
+    def vae_losses(self, batch: Batch) -> Losses:
+        """Return the VAE's loss, the mean over the sizes that a batch is trained at."""
+        found = [self._losses_at(batch, pixels) for pixels in self._at_sizes(batch.tensors["pixels"])]
+        total = torch.stack([losses.total for losses in found]).mean()
+        metrics = {name: torch.stack([losses.metrics[name] for losses in found]).mean() for name in found[0].metrics}
+        return Losses(total, metrics)
+
+    def critic_losses(self, batch: Batch) -> Losses:
+        """Return the critic's hinge loss and, every so often, R1 on the real ones."""
+        assert self._critic is not None
+        pairs, weights = self._fakes.pop(batch.position), self._weights
+        totals, real_words, fake_words = [], [], []
+        for wanted, found in pairs:
+            # In one call: ranks allow one forward for each backward.
+            real, fake = cast(Tensor, self._critic(torch.cat([wanted, found]))).float().chunk(2)
+            totals.append(hinge_critic(real, fake))
+            real_words.append(real.mean())
+            fake_words.append(fake.mean())
+        losses = Losses(torch.stack(totals).mean())
+        losses.metrics = {"critic/real": torch.stack(real_words).mean(), "critic/fake": torch.stack(fake_words).mean()}
+        if weights.r1_gamma and batch.step % weights.r1_interval == 0:
+            with torch.autocast(pairs[0][0].device.type, enabled=False):  # its second derivatives run over in 16 bits
+                real_pixels = pairs[0][0].float()
+                penalty = r1_penalty(self._critic.model, real_pixels, gamma=weights.r1_gamma, interval=weights.r1_interval)
+            losses.metrics["critic/r1"] = penalty.detach()
+            losses.total = losses.total + penalty
+        return losses
+
+    def _losses_at(self, batch: Batch, wanted: Tensor) -> Losses:
+        weights, vae_pass = self._weights, cast(VaePass, self._vae.model)
+        shape = latent_shape(vae_pass.vae.config, tuple(wanted.shape))
+        seeds = batch.tensors["seed"].tolist()
+        noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        found, mean, logvar = cast(tuple[Tensor, Tensor, Tensor], self._vae(wanted, noise.to(wanted.device)))
+        found = found.float()
+        metrics = {
+            "reconstruction": reconstruction(found, wanted, high_frequency_weight=weights.high_frequency),
+            "kl": kl_divergence(mean.float(), logvar.float(), free_bits=weights.kl_free_bits),
+        }
+        closeness = metrics["reconstruction"]
+        if self._perceptual is not None:
+            metrics["perceptual"] = self._perceptual(found, wanted).mean()
+            closeness = closeness + weights.perceptual * metrics["perceptual"]
+        beta = kl_weight(batch.step, beta=weights.kl_beta, warmup_steps=weights.kl_warmup_steps)
+        total = closeness + beta * metrics["kl"]
+        if self._critic is not None:
+            self._fakes.setdefault(batch.position, []).append((wanted.detach(), found.detach()))
+            if batch.step >= weights.adversarial_start:
+                with _untrained(self._critic.model):
+                    word = hinge_generator(self._critic.model(found).float())
+                scale = adaptive_weight(closeness, word, vae_pass.last_layer) if weights.adaptive else torch.ones(())
+                metrics |= {"adversarial": word, "adversarial_weight": scale.to(word.device)}
+                total = total + weights.adversarial * scale * word
+        return Losses(total, {name: value.detach() for name, value in metrics.items()})
+
+    def _at_sizes(self, pixels: Tensor) -> list[Tensor]:
+        """Return the batch as it is and at each smaller size, the shorter side of which is given."""
+        vae = cast(VaePass, self._vae.model).vae
+        multiple, (height, width) = vae.config["scale_factor_spatial"], pixels.shape[-2:]
+        found = [pixels]
+        for size in self._sizes:
+            factor = size / min(height, width)
+            if factor < 1:
+                shape = tuple(max(round(side * factor / multiple), 1) * multiple for side in (height, width))
+                frames = pixels.transpose(1, 2).flatten(0, 1)
+                small = functional.interpolate(frames, shape, mode="bilinear", antialias=True)
+                found.append(small.unflatten(0, (pixels.shape[0], -1)).transpose(1, 2))
+        return found
+
+
+@contextmanager
+def _untrained(model: nn.Module) -> Iterator[None]:
+    """Let gradients pass through a model without any for its own weights."""
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        model.requires_grad_(True)

@@ -1,0 +1,278 @@
+"""The job of ``wandistiller train-vae``: check everything, train, measure the latents, write the VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan
+
+from wandistiller.checkpoint.trained import write_model
+from wandistiller.checkpoint.training_state import TrainingStates
+from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.data.batches import BatchPlan, StepPlan
+from wandistiller.data.buckets import Bucket
+from wandistiller.data.encode import plan_buckets
+from wandistiller.data.pixel_samples import PixelSamples
+from wandistiller.data.sources import assign_buckets, open_source, refuse
+from wandistiller.distributed.ranks import Ranks, joined, rank_device, read_ranks
+from wandistiller.files import check_can_write, complete_or_absent
+from wandistiller.memory.advice import Remedy
+from wandistiller.memory.monitor import Monitor
+from wandistiller.memory.out_of_memory import Failure
+from wandistiller.memory.vae_checkpointing import checkpoint_vae
+from wandistiller.models.critic import PatchCritic
+from wandistiller.models.devices import find_device
+from wandistiller.models.load import load_model
+from wandistiller.models.lpips import load_lpips
+from wandistiller.models.pipeline import find_part
+from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
+from wandistiller.models.vae_passes import VaePass, encode_distribution
+from wandistiller.terminal import progress, say
+from wandistiller.train.callbacks import Callback, KeepAverage
+from wandistiller.train.ema import MovingAverage
+from wandistiller.train.loop import Loop, LoopOptions
+from wandistiller.train.memory_watch import WatchMemory
+from wandistiller.train.method import Role
+from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights
+from wandistiller.train.metrics import ShowProgress, WriteMetrics
+from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
+from wandistiller.train.runs import exit_code, resume_run
+from wandistiller.train.vae_quality import MeasureReconstructions
+from wandistiller.units import Bytes
+
+
+@dataclass(frozen=True)
+class TrainedVae:
+    """How a training ended."""
+
+    step: int
+    output: Path | None
+    """The VAE's folder; None if it was interrupted."""
+    quality: dict[str, float]
+    """Held-out PSNR, SSIM and LPIPS, where they were asked for."""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A training that has been checked: everything found, no weights read."""
+
+    config: TrainVaeConfig
+    device: torch.device
+    vae: StoredModel
+    precision: MixedPrecision
+    samples: PixelSamples
+    held_out: PixelSamples | None
+    perceptual: Perceptual | None
+
+
+def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
+    """Do the whole job."""
+    job = _prepare(config)
+    monitor = Monitor([job.device], lambda failure: _find_remedies(config, failure))
+    with joined(job.device) as ranks, ExitStack() as ends:
+        return _train(job, ranks, monitor, ends)
+
+
+def _prepare(config: TrainVaeConfig) -> _Job:
+    config.check()
+    assert config.model is not None and config.dataset_path is not None
+    check_can_write(config.output_dir / "x")
+    device = find_device(rank_device(config.device, read_ranks()))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    vae = inspect_checkpoint(find_part(config.model, "vae"), VAE)
+    buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect)
+    precision: MixedPrecision = "fp16" if config.use_fp16 else "bf16" if device.type == "cuda" else "no"
+    if config.mixed_precision != "auto":
+        precision = config.mixed_precision
+    perceptual = load_lpips(checkpointing=config.lpips_checkpointing).to(device) if config.use_lpips else None
+    return _Job(
+        config=config,
+        device=device,
+        vae=vae,
+        precision=precision,
+        samples=_open(config, config.dataset_path, buckets, mirror=config.mirror),
+        held_out=_open(config, config.held_out, buckets) if config.held_out else None,
+        perceptual=perceptual,
+    )
+
+
+def _open(config: TrainVaeConfig, path: str, buckets: Sequence[Bucket], *, mirror: bool = False) -> PixelSamples:
+    opened = open_source(path, skip_bad=config.skip_bad)
+    assigned = assign_buckets(opened.source, list(buckets))
+    if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
+        raise refuse(path, len(opened.source), assigned.bad)
+    for item in (*opened.bad, *assigned.bad):
+        say(f"Left out {item}")
+    return PixelSamples(opened.source, assigned.buckets, mirror=mirror)
+
+
+def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> TrainedVae:
+    config = job.config
+    with monitor.phase("loading", "vae"):
+        vae, critic = _make_roles(job)
+    batches = BatchPlan(job.samples.buckets, config.batch_size, config.seed)
+    plan = StepPlan(batches, ranks.world_size, config.gradient_accumulation)
+    num_steps = config.num_steps or -(-config.num_epochs * plan.plan.batches_per_epoch // plan.batches_per_step)
+    method = VaeTraining(
+        vae,
+        _weights(config),
+        critic=critic,
+        perceptual=job.perceptual,
+        reduced_min_sizes=config.reduced_min_sizes,
+        repeats=config.training_steps,
+    )
+    optimisations = {}
+    for name, role in method.roles.items():
+        options = _optimiser_options(config, name, num_steps)
+        optimisations[name] = Optimisation(role.trained_parameters, options, job.precision, job.device)
+    average = MovingAverage(vae.model, vae.trained_parameters, config.ema_decay) if config.use_ema else None
+    metrics = WriteMetrics(config.output_dir, monitor.observe)
+    callbacks: list[Callback] = [KeepAverage(average)] if average is not None else []
+    callbacks += [metrics, WatchMemory(snapshot=config.memory_snapshot)]
+    measure = None
+    if job.held_out is not None:
+        measure = MeasureReconstructions(
+            vae,
+            job.held_out,
+            metrics,
+            config.output_dir / "reconstructions",
+            every=config.validate_every,
+            average=average,
+            perceptual=job.perceptual,
+        )
+        callbacks.append(measure)
+    callbacks.append(ShowProgress(monitor.line))
+    states = TrainingStates(config.output_dir / "states", config.keep)
+    loop_options = LoopOptions(
+        num_steps=num_steps,
+        log_every=config.log_every,
+        save_every=config.save_every,
+        workers=config.workers,
+        seed=config.seed,
+        precision=job.precision,
+    )
+    where = {"device": job.device, "ranks": ranks, "states": states, "callbacks": callbacks}
+    loop = Loop(method, optimisations, job.samples, plan, loop_options, **where)
+    resume_run(config.resume, loop, states, config.output_dir)
+    if ranks.is_first:
+        count = sum(parameter.numel() for parameter in vae.trained_parameters.values())
+        say(f"Training a VAE of {count / 1e6:.2f} M parameters for {num_steps} steps of {plan.num_samples(0)} samples")
+    with monitor.phase("training", "vae"):
+        stopped = loop.run()
+    output = None
+    if stopped.signal is None:
+        output = config.output_dir / "vae"
+        if ranks.is_first:
+            with monitor.phase("measuring the latents", "vae"), average.in_use() if average is not None else nullcontext():
+                _write_result(job, vae, output)
+        ranks.wait()
+    return TrainedVae(stopped.step, output, measure.quality if measure else {}, exit_code(stopped, ranks))
+
+
+def _make_roles(job: _Job) -> tuple[Role, Role | None]:
+    config = job.config
+    if config.from_scratch:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = AutoencoderKLWan(**job.vae.config).to(job.device)
+    else:
+        model = load_model(job.vae, dtype=torch.float32, device=job.device)
+    model.requires_grad_(True).train()
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last_3d)
+    if config.vae_gradient_checkpointing:
+        checkpoint_vae(model)
+    if config.torch_compile:
+        model.encoder.forward = torch.compile(model.encoder.forward)
+        model.decoder.forward = torch.compile(model.decoder.forward)
+    vae = Role("vae", VaePass(model), is_trained=True)
+    if not config.gan_training:
+        return vae, None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed + 1)
+        critic = PatchCritic(base_width=config.critic_width)
+    return vae, Role("critic", critic.to(job.device).train(), is_trained=True)
+
+
+def _weights(config: TrainVaeConfig) -> VaeWeights:
+    return VaeWeights(
+        high_frequency=config.high_frequency_weight,
+        kl_beta=config.kl_beta,
+        kl_warmup_steps=config.kl_warmup_steps,
+        kl_free_bits=config.kl_free_bits,
+        perceptual=config.lambda_lpips,
+        adversarial=config.lambda_adv,
+        adversarial_start=config.gan_start,
+        r1_gamma=config.r1_gamma,
+        r1_interval=config.r1_interval,
+    )
+
+
+def _optimiser_options(config: TrainVaeConfig, role: str, num_steps: int) -> OptimiserOptions:
+    rate = config.learning_rate
+    if role == "critic" and config.critic_learning_rate is not None:
+        rate = config.critic_learning_rate
+    return OptimiserOptions(
+        rate=rate,
+        weight_decay=config.weight_decay,
+        # A critic that remembers long lags behind the VAE that it judges.
+        betas=(0.5, 0.9) if config.gan_training else (0.9, 0.999),
+        clip_norm=config.clip_norm or None,
+        schedule=config.lr_schedule,
+        warmup_steps=config.warmup_steps,
+        num_steps=num_steps,
+        seed=config.seed,
+    )
+
+
+@torch.no_grad()
+def _write_result(job: _Job, role: Role, output: Path) -> None:
+    """Measure the latents' mean and std by channel, write them into the configuration, and save."""
+    vae_pass = role.model
+    assert isinstance(vae_pass, VaePass)
+    mean, std = measure_latents(vae_pass.vae, job.samples, job.config.statistics_samples, job.device)
+    vae_pass.vae.register_to_config(latents_mean=mean, latents_std=std)
+    with complete_or_absent(output) as partial:
+        write_model(partial, vae_pass.vae)
+    say(f"Wrote {output}")
+
+
+def measure_latents(
+    vae: AutoencoderKLWan, samples: PixelSamples, count: int, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each latent channel over samples, drawn from their distributions."""
+    sums, squares, total = (torch.zeros(vae.config["z_dim"], dtype=torch.float64) for _ in range(3))
+    count = min(count, len(samples))
+    with progress("Measuring latents", count, "sample") as advance:
+        for index in range(count):
+            mean, logvar = encode_distribution(vae, samples.pixels(index)[None].to(device))
+            # Of a normal distribution the second moment is mean^2 + variance.
+            sums += mean.double().sum((0, 2, 3, 4)).cpu()
+            squares += (mean.double().square() + logvar.double().exp()).sum((0, 2, 3, 4)).cpu()
+            total += mean[0, 0].numel()
+            advance()
+    mean_each = sums / total
+    return mean_each.tolist(), (squares / total - mean_each.square()).clamp_min(1e-12).sqrt().tolist()
+
+
+def _find_remedies(config: TrainVaeConfig, failure: Failure) -> list[Remedy]:
+    """Return what the flags of ``train-vae`` can do; nearly all that a VAE takes are activations."""
+    if failure.kind != "device":
+        return []
+    held = failure.in_use + (failure.asked or 0)
+    found = []
+    if not config.vae_gradient_checkpointing:
+        found.append(Remedy(changes={"vae_gradient_checkpointing": True}, saves=Bytes(held // 2), slowdown=1.3))
+    if config.use_lpips and not config.lpips_checkpointing:
+        found.append(Remedy(changes={"lpips_checkpointing": True}, saves=Bytes(held // 5), slowdown=1.1))
+    if config.batch_size > 1:
+        half = config.batch_size // 2
+        changes = {"batch_size": half, "gradient_accumulation": config.gradient_accumulation * 2}
+        found.append(Remedy(changes=changes, saves=Bytes(round(held * (1 - half / config.batch_size))), slowdown=1.1))
+    return found

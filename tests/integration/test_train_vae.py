@@ -1,0 +1,80 @@
+"""``train-vae`` end to end on a tiny VAE and a small world."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from PIL import Image
+from safetensors.torch import load_file
+
+from wandistiller.api import sample, train_vae
+from wandistiller.errors import UsageError
+
+WORLD = {"dataset_path": "world:6:1x32x32", "width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
+QUICK = {"model": "tiny", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
+
+
+def weights(folder):
+    return load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
+
+
+def test_from_data_to_a_vae_that_everybody_loads(tmp_path):
+    done = train_vae(**QUICK, output_dir=tmp_path, num_steps=2, held_out="world-heldout:3:1x32x32", use_ema=True)
+    assert done.step == 2
+    assert set(done.quality) == {"held_out/psnr", "held_out/ssim"}
+    picture = np.asarray(Image.open(tmp_path / "reconstructions" / "step-00000002.png"))
+    assert picture.shape == (64, 3 * 36, 3)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "reconstruction" in line] == [1, 2]
+    vae = AutoencoderKLWan.from_pretrained(done.output)
+    # A second way to the statistics: many draws of the latents of the same six pictures.
+    from wandistiller.data.buckets import Bucket
+    from wandistiller.data.sources import open_source
+
+    source = open_source("world:6:1x32x32").source
+    pixels = np.stack([source.read(index, Bucket(1, 32, 32)) for index in range(6)])
+    with torch.no_grad():
+        inputs = torch.from_numpy(pixels).permute(0, 4, 1, 2, 3) / 127.5 - 1
+        latents = torch.cat([vae.encode(inputs).latent_dist.sample() for _ in range(200)])
+    mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
+    torch.testing.assert_close(torch.tensor(vae.config.latents_mean), mean, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(torch.tensor(vae.config.latents_std), std, rtol=0.05, atol=0.02)
+    options = {"model": "tiny", "vae_checkpoint": done.output, "width": 32, "height": 32, "steps": 1}
+    assert sample(prompt="x", output=tmp_path / "x.png", **options)[0].files[0].exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"gan_training": True, "critic_width": 4, "r1_interval": 2, "use_ema": True}])
+def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
+    """The critic's weights, its moments and its spectral norms are part of the state."""
+    train_vae(**QUICK, **options, output_dir=tmp_path / "straight", num_steps=4)
+    train_vae(**QUICK, **options, output_dir=tmp_path / "cut", num_steps=2)
+    train_vae(**QUICK, **options, output_dir=tmp_path / "cut", num_steps=4, resume="auto")
+    first, second = weights(tmp_path / "straight"), weights(tmp_path / "cut")
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+def test_checkpointing_does_not_change_what_is_learnt(tmp_path):
+    clips = {**QUICK, "dataset_path": "world:4:5x32x32", "frames": (5,)}
+    train_vae(**clips, output_dir=tmp_path / "plain", num_steps=2)
+    train_vae(**clips, output_dir=tmp_path / "checkpointed", num_steps=2, vae_gradient_checkpointing=True)
+    for name, value in weights(tmp_path / "plain").items():
+        torch.testing.assert_close(weights(tmp_path / "checkpointed")[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "--model is missing"),
+        ({"dataset_path": "nowhere"}, "nowhere"),
+        ({"use_lpips": True}, "LPIPS"),
+        ({"lpips_checkpointing": True}, "without --use-lpips"),
+        ({"r1_interval": 0}, "--r1-interval 0 is out of range"),
+    ],
+)
+def test_wrong_input(tmp_path, changes, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        train_vae(**{**QUICK, **changes}, output_dir=tmp_path / "run", num_steps=1)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists()

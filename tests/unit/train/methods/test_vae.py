@@ -1,0 +1,100 @@
+"""The VAE's turns: who learns from what, and at which size and step."""
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+
+from wandistiller.data.loader import Batch
+from wandistiller.models.critic import PatchCritic
+from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, latent_shape
+from wandistiller.train.method import Role
+from wandistiller.train.methods.vae import VaeTraining, VaeWeights
+
+
+@pytest.fixture
+def vae(tiny_size):
+    torch.manual_seed(0)
+    return AutoencoderKLWan(**tiny_size.vae)
+
+
+def batch(step=0, frames=1, size=32):
+    torch.manual_seed(1)
+    pixels = torch.rand(2, 3, frames, size, size) * 2 - 1
+    return Batch({"pixels": pixels, "seed": torch.tensor([5, 6])}, ("a", "b"), 3, 0, step)
+
+
+def make(vae, with_critic=True, **weights):
+    torch.manual_seed(2)
+    critic = Role("critic", PatchCritic(base_width=4, num_layers=1), is_trained=True) if with_critic else None
+    weights.setdefault("adversarial", 0.5 if with_critic else 0.0)
+    return VaeTraining(Role("vae", VaePass(vae), is_trained=True), VaeWeights(**weights), critic=critic)
+
+
+@pytest.mark.parametrize("frames", [1, 5])
+def test_the_passes_are_diffusers_own_but_for_the_clamp(vae, frames):
+    pixels = batch(frames=frames).tensors["pixels"]
+    with torch.no_grad():
+        mean, logvar = encode_distribution(vae, pixels)
+        expected = vae.encode(pixels).latent_dist
+        assert torch.equal(mean, expected.mean)
+        assert torch.equal(logvar, expected.logvar)
+        assert mean.shape[1:] == latent_shape(vae.config, tuple(pixels.shape))
+        found = decode_unclamped(vae, mean)
+        assert torch.equal(found.clamp(-1, 1), vae.decode(mean).sample)
+
+
+def test_each_turn_trains_its_own_role(vae):
+    method = make(vae)
+    method.vae_losses(batch()).total.backward()
+    roles = method.roles
+    assert all(parameter.grad is None for parameter in roles["critic"].model.parameters()), (
+        "the critic is not the VAE's to train"
+    )
+    assert any(parameter.grad.abs().sum() > 0 for parameter in roles["vae"].model.parameters())
+    for parameter in roles["vae"].model.parameters():
+        parameter.grad = None
+    method.critic_losses(batch()).total.backward()
+    assert all(parameter.grad is None for parameter in roles["vae"].model.parameters())
+    assert any(parameter.grad.abs().sum() > 0 for parameter in roles["critic"].model.parameters())
+    assert not method._fakes, "nothing is kept beyond the step"
+
+
+def test_the_critic_is_listened_to_from_its_step_on(vae):
+    method = make(vae, adversarial_start=10)
+    assert "adversarial" not in method.vae_losses(batch(step=9)).metrics
+    assert "adversarial" in method.vae_losses(batch(step=10)).metrics
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, True), (1, False), (15, False), (16, True)])
+def test_r1_comes_every_so_often(vae, step, expected):
+    method = make(vae, r1_interval=16)
+    method.vae_losses(batch(step))
+    assert ("critic/r1" in method.critic_losses(batch(step)).metrics) == expected
+
+
+def test_the_weight_of_the_kl_counts_global_steps(vae):
+    method = make(vae, with_critic=False, kl_beta=2.0, kl_warmup_steps=10)
+    for step, factor in ((0, 0.0), (5, 0.5), (10, 1.0), (99, 1.0)):
+        losses = method.vae_losses(batch(step))
+        expected = losses.metrics["reconstruction"] + 2.0 * factor * losses.metrics["kl"]
+        assert losses.total.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_smaller_sizes_share_the_step(vae):
+    role = Role("vae", VaePass(vae), is_trained=True)
+    method = VaeTraining(role, VaeWeights(), reduced_min_sizes=(16, 64))
+    shapes = [tuple(pixels.shape[-2:]) for pixels in method._at_sizes(batch().tensors["pixels"])]
+    assert shapes == [(32, 32), (16, 16)], "larger than the batch is not made"
+    both = method.vae_losses(batch()).total
+    each = [method._losses_at(batch(), pixels).total for pixels in method._at_sizes(batch().tensors["pixels"])]
+    assert both.item() == pytest.approx(sum(loss.item() for loss in each) / 2, rel=1e-5)
+
+
+def test_repeats_are_turns_of_one_step(vae):
+    role = Role("vae", VaePass(vae), is_trained=True)
+    assert [turn.role for turn in VaeTraining(role, VaeWeights(), repeats=3).turns] == ["vae"] * 3
+
+
+def test_the_noise_is_the_samples_own(vae):
+    first, second = make(vae, with_critic=False), make(vae, with_critic=False)
+    assert first.vae_losses(batch()).total.item() == second.vae_losses(batch()).total.item()
