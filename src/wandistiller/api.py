@@ -18,6 +18,7 @@ from wandistiller.config.command import CommandConfig
 from wandistiller.config.doctor import DoctorConfig
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.export import ExportConfig
+from wandistiller.config.lpips import LpipsConfig
 from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.train_vae import TrainVaeConfig
@@ -313,6 +314,19 @@ def train_vae(config: TrainVaeConfig | None = None, **fields: Any) -> TrainedVae
     config = _config(TrainVaeConfig, config, fields)
     with advising("train-vae", config):
         return run_train_vae(config)
+
+
+def lpips(config: LpipsConfig | None = None, **fields: Any) -> Path:
+    """Convert the weights of LPIPS into the user's cache and return the file; give an ``LpipsConfig`` or its fields."""
+    from wandistiller.models.lpips_weights import make_lpips_weights
+    from wandistiller.terminal import say
+
+    config = _config(LpipsConfig, config, fields)
+    assert config.source is not None  # check() has made sure
+    with advising("lpips", config):
+        target = make_lpips_weights(config.source)
+    say(f"Wrote {target}")
+    return target
 
 
 def encode(config: EncodeConfig | None = None, **fields: Any) -> Encoded:

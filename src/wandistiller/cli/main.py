@@ -38,6 +38,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "train": Command("train:TrainConfig", "fine-tune with flow matching on pictures and clips, full or LoRA"),
     "train-vae": Command("train_vae:TrainVaeConfig", "train or fine-tune a VAE with KL, LPIPS and a critic"),
+    "lpips": Command("lpips:LpipsConfig", "convert the weights of the perceptual loss, once, for train-vae --use-lpips"),
     "encode": Command("encode:EncodeConfig", "write the caches of text embeddings and latents that training reads"),
     "sample": Command("sample:SampleConfig", "generate pictures and clips from a checkpoint"),
     "export": Command("export:ExportConfig", "write a checkpoint in another format, and prove it equal"),

@@ -105,7 +105,7 @@ class TrainVaeConfig(CommandConfig):
     """Add the LPIPS distance; needs its weights in the cache, see docs/train-vae.md."""
 
     lambda_lpips: float = 1.0
-    """Weight of LPIPS."""
+    """Weight of the LPIPS distance beside the reconstruction."""
 
     lpips_checkpointing: bool = False
     """Recompute LPIPS's network in backward: slower, less memory."""

