@@ -102,6 +102,11 @@ class Loop:
         """Passes over the data so far."""
         return self.position / self._plan.plan.batches_per_epoch
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that a pass over the data takes, the last one perhaps shared with the next pass."""
+        return -(-self._plan.plan.batches_per_epoch // self._plan.batches_per_step)
+
     def run(self) -> Stopped:
         """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
         with self._interrupts():

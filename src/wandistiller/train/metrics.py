@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wandistiller.terminal import say
+from wandistiller.terminal import console, progress, say
 from wandistiller.train.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -74,19 +74,22 @@ def drop_lines_after(path: Path, step: int) -> None:
 
 
 class ShowProgress(Callback):
-    """A bar with loss, seconds a step, time left and memory; on rank 0."""
+    """On rank 0: a bar with loss, seconds a step, time left and memory; where nobody watches, a line at each interval.
+
+    A line is ``[00:15:23] Epoch 5/100 | Batch 127/500 | 2.8s/batch | GPU: 14.2GB | ETA: 01:58:45``, then the losses.
+    """
 
     def __init__(self, note: Callable[[], str]) -> None:
         self._note = note
-        self._loss = ""
+        self._losses = ""
         self._bar: Any = None
         self._advance: Callable[..., None] = lambda *_: None
+        self._start = time.monotonic()
 
     def started(self, loop: Loop) -> None:
-        from wandistiller.terminal import progress
-
-        if loop.ranks.is_first:
-            self._bar = progress("Training", loop.options.num_steps, "step", lambda: f"{self._loss}{self._note()}")
+        self._start = time.monotonic()
+        if loop.ranks.is_first and console.is_terminal:
+            self._bar = progress("Training", loop.options.num_steps, "step", lambda: f"{self._note()} {self._losses}")
             self._advance = self._bar.__enter__()
             self._advance(loop.step)
 
@@ -95,7 +98,9 @@ class ShowProgress(Callback):
 
     def logged(self, loop: Loop, values: Mapping[str, float]) -> None:
         shown = {name: value for name, value in values.items() if name.endswith("loss")}
-        self._loss = "".join(f"{name} {value:.4f} | " for name, value in shown.items())
+        self._losses = " ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        if loop.ranks.is_first and not console.is_terminal:
+            say(f"{self._line(loop, values['seconds_per_step'])} | {self._losses}")
 
     def saved(self, loop: Loop, path: str) -> None:
         say(f"Saved {path}")
@@ -103,3 +108,22 @@ class ShowProgress(Callback):
     def ended(self, loop: Loop) -> None:
         if self._bar is not None:
             self._bar.__exit__(None, None, None)
+
+    def _line(self, loop: Loop, seconds: float) -> str:
+        steps = max(loop.steps_per_epoch, 1)
+        epoch, batch = (loop.step - 1) // steps, (loop.step - 1) % steps
+        epochs = -(-loop.options.num_steps // steps)
+        return " | ".join(
+            [
+                f"[{_clock(time.monotonic() - self._start)}] Epoch {epoch + 1}/{epochs}",
+                f"Batch {batch + 1}/{steps}",
+                f"{seconds:.1f}s/batch" if seconds >= 0.95 else f"{seconds * 1000:.0f}ms/batch",
+                self._note(),
+                f"ETA: {_clock(seconds * (loop.options.num_steps - loop.step))}",
+            ]
+        )
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:{second:02d}"
