@@ -11,7 +11,7 @@ from typing import Any
 import av
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
@@ -57,10 +57,10 @@ def write_latents(path: Path, latents: Tensor, settings: Mapping[str, Any]) -> N
 
 
 def read_picture(path: Path) -> Image.Image:
-    """Read a picture as RGB."""
+    """Read a picture as RGB, turned upright as its EXIF says."""
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            return ImageOps.exif_transpose(image).convert("RGB")
     except FileNotFoundError as error:
         raise MediaError(f"{path} does not exist.", fix="Check the path for a typing error.") from error
     except (UnidentifiedImageError, OSError) as error:

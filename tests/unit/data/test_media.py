@@ -61,3 +61,14 @@ def test_an_unreadable_picture_is_named(tmp_path):
         read_picture(tmp_path / "x.png")
     with pytest.raises(MediaError, match="does not exist"):
         read_picture(tmp_path / "none.png")
+
+
+def test_a_picture_is_turned_upright(tmp_path):
+    """Cameras write what their sensor sees and say in EXIF how they were held; 6 is a quarter turn to the right."""
+    pixels = np.zeros((4, 8, 3), dtype=np.uint8)
+    pixels[0, 0] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "x.png", exif=exif)
+    found = np.asarray(read_picture(tmp_path / "x.png"))
+    assert np.array_equal(found, np.rot90(pixels, -1))
