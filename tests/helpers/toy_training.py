@@ -49,6 +49,9 @@ class ToyMethod:
         self.turns = (Turn("student", self.losses),)
         self.seen: list[list[int]] = []
 
+    def finish_step(self, ranks):
+        pass
+
     def losses(self, batch):
         self.seen.append(batch.tensors["index"].tolist())
         found = self.student(batch.tensors["inputs"].to(next(self.student.model.parameters()).dtype))

@@ -12,6 +12,7 @@ the current block is done, and that is enough: by then everything that used the 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -162,6 +163,7 @@ class BlockStream:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        _streams.discard(self)
         for block in self.blocks:
             remove_mark(block, "stream")
         if self.gradients is not None:
@@ -236,29 +238,9 @@ class BlockStream:
         self._hooks.append(block.register_forward_pre_hook(before))
         self._hooks.append(block.register_forward_hook(after))
 
-    def _let_optimisers_step(self) -> None:
-        """Let a PyTorch optimiser update the stored weights: during its step, parameters and gradients are on the host."""
-        # The hooks are global, so they must not keep the model alive, nor take a later tensor at the same address for its own.
-        itself = weakref.ref(self)
-        streamed = {id(member.tensor): weakref.ref(member.tensor) for layout in self.layouts for member in layout.members}
-
-        def is_concerned(optimizer: torch.optim.Optimizer) -> bool:
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            return any(id(each) in streamed and streamed[id(each)]() is each for each in parameters)
-
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            stream = itself()
-            if stream is not None and is_concerned(optimizer):
-                stream._move_to_host()
-
-        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            stream = itself()
-            if stream is not None and is_concerned(optimizer):
-                stream._move_to_slots()
-
-        for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-            weakref.finalize(self, hook.remove)
-            self._hooks.append(hook)
+    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return any(id(member.tensor) in parameters for layout in self.layouts for member in layout.members)
 
     def _move_to_host(self) -> None:
         if not isinstance(self.store, HostStore):
@@ -378,7 +360,7 @@ def stream_blocks(
         stream.store = (QuantisedStore if quantise else HostStore)(stream.layouts, read_member, device, budget)
     _make_ring(stream)
     _keep_the_rest_on_device(stream, taken, names, read)
-    stream._let_optimisers_step()
+    _let_optimisers_step(stream)
     if train:
         stream.gradients = HostGradients(stream.layouts, device, on_gradient)
         stream._hooks += stream.gradients.hooks
@@ -386,6 +368,36 @@ def stream_blocks(
         stream._hook(position, block)
     stream._keep_state_readable()
     return stream
+
+
+_streams: weakref.WeakSet[BlockStream] = weakref.WeakSet()
+"""Those whose weights an optimiser may change."""
+
+
+def _let_optimisers_step(stream: BlockStream) -> None:
+    """Let PyTorch's optimisers update stored weights: during a step, parameters and gradients are on the host.
+
+    PyTorch's hooks are one pair for the process and stay: taking one off when a model is collected could happen in the middle
+    of an optimiser's walk through them.
+    """
+    _streams.add(stream)
+    _install_hooks()
+
+
+@functools.cache
+def _install_hooks() -> None:
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for stream in list(_streams):
+            if stream._is_stepped_by(optimizer):
+                stream._move_to_host()
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for stream in list(_streams):
+            if stream._is_stepped_by(optimizer):
+                stream._move_to_slots()
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def spread_evenly(total: int, chosen: int) -> set[int]:

@@ -20,6 +20,9 @@ class VaePass(nn.Module):
     def __init__(self, vae: AutoencoderKLWan) -> None:
         super().__init__()
         self.vae = vae
+        self.register_buffer("adversarial_scale", torch.zeros(()))
+        self.adversarial_scale: Tensor
+        """How loud a critic is, from the gradients of the step before: part of the state, so that a resumed run goes on."""
 
     def forward(self, pixels: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return pixels from the latents ``mean + std * noise``, and their mean and the logarithm of their variance."""

@@ -204,6 +204,7 @@ class Loop:
                     share = batch.num_samples / total * self.ranks.world_size
                     optimisation.backward(losses.total * share, is_last=is_last)
             self._add(f"{turn.role}/gradient_norm", optimisation.step(self.step).to(self.device), 1)
+        self.method.finish_step(self.ranks)
         self.step += 1
         self.position += self._plan.batches_per_step
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from wandistiller.data.loader import Batch
+from wandistiller.distributed.ranks import Ranks
 
 
 @dataclass
@@ -68,3 +69,7 @@ class Method(Protocol):
 
     roles: Mapping[str, Role]
     turns: Sequence[Turn]
+
+    def finish_step(self, ranks: Ranks) -> None:
+        """Do what belongs after the last turn of a step, before anything is saved."""
+        ...

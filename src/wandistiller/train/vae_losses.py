@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 
@@ -91,19 +91,13 @@ def r1_penalty(critic: Callable[[Tensor], Tensor], real: Tensor, *, gamma: float
     return interval * gamma / 2 * gradient.square().flatten(1).sum(1).mean()
 
 
-def adaptive_weight(
-    reconstruction_loss: Tensor, generator_loss: Tensor, last_layer: nn.Parameter, *, most: float = 1e4
-) -> Tensor:
+def adaptive_scale(for_reconstruction: Tensor, for_generator: Tensor, *, most: float = 1e4) -> Tensor:
     """Return the weight at which the generator's loss pulls the decoder as hard as reconstruction does (Esser et al. 2021).
 
-    The ratio of the norms of both gradients at the decoder's last layer, from 0 to ``most``, in float32 and without a graph.
-    Both losses keep theirs, and ``last_layer.grad`` stays as it is.
+    The ratio of the norms of both gradients at the decoder's last layer, from 0 to ``most``, in float32.
     """
-    norms = [
-        torch.linalg.vector_norm(torch.autograd.grad(loss, last_layer, retain_graph=True)[0], dtype=torch.float32)
-        for loss in (reconstruction_loss, generator_loss)
-    ]
-    return (norms[0] / (norms[1] + 1e-4)).clamp(0.0, most).detach()
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in (for_reconstruction, for_generator)]
+    return (norms[0] / (norms[1] + 1e-4)).clamp(0.0, most)
 
 
 def _precise(tensor: Tensor) -> Tensor:

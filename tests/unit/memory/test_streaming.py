@@ -1,6 +1,7 @@
 """Streamed blocks compute what resident ones do, in any order of copies that the tickets allow."""
 
 import copy
+import gc
 import os
 import shutil
 import threading
@@ -9,6 +10,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wandistiller.api import export
 from wandistiller.errors import CheckpointError, UsageError
@@ -515,3 +517,22 @@ def test_a_file_that_shrinks_while_it_is_streamed_is_named(tiny_folder, tmp_path
 def test_blocks_on_disk_are_not_trained(model):
     with pytest.raises(UsageError, match="read, not trained"):
         stream_blocks(model, list(model.blocks), "cpu", read=lambda key: None, locate=lambda key: None, train=True)
+
+
+def test_a_model_that_is_collected_during_an_optimisers_step_does_no_harm(model):
+    """Garbage is collected at any moment, also while PyTorch walks through the hooks of all optimisers."""
+    held = [stream_blocks(model, list(model.blocks), "cpu"), model]
+    other = torch.nn.Parameter(torch.ones(2))
+    optimiser = torch.optim.SGD([other], lr=0.5)
+
+    def collect(*_):
+        held.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(collect)
+    try:
+        other.grad = torch.ones(2)
+        optimiser.step()
+    finally:
+        hook.remove()
+    assert other.tolist() == [0.5, 0.5]

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 
 from wandistiller.models.critic import PatchCritic
 from wandistiller.train.vae_losses import (
-    adaptive_weight,
+    adaptive_scale,
     hinge_critic,
     hinge_generator,
     kl_divergence,
@@ -280,6 +280,11 @@ def test_no_graph_of_the_penalty_outlives_its_backward_pass():
 def losses_of(layer, slope):
     """Reconstruction with gradient (3, 4), of norm 5, and a generator with gradient ``slope`` times (0, 1)."""
     return (layer * torch.tensor([3.0, 4.0])).sum(), slope * layer[1]
+
+
+def adaptive_weight(rebuilt, adversarial, layer, **options):
+    gradients = (torch.autograd.grad(loss, layer, retain_graph=True)[0] for loss in (rebuilt, adversarial))
+    return adaptive_scale(*gradients, **options)
 
 
 @pytest.mark.parametrize("slope", [2.0, -2.0])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.data.loader import Batch
+from wandistiller.distributed.ranks import Ranks
 from wandistiller.flow.path import NUM_TIMESTEPS, data_from_velocity, interpolate, velocity_target
 from wandistiller.train.method import Losses, Role, Turn
 
@@ -50,6 +51,9 @@ class FlowMatching:
             losses.metrics |= {"velocity_loss": losses.total, "pixel_loss": pixel}
             losses.total = losses.total + self._pixels.weight * pixel
         return losses
+
+    def finish_step(self, ranks: Ranks) -> None:
+        """Nothing is left to do."""
 
     @torch.no_grad()
     def held_out_errors(self, tensors: Mapping[str, Tensor]) -> Tensor:

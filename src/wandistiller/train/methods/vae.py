@@ -12,10 +12,11 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from wandistiller.data.loader import Batch
+from wandistiller.distributed.ranks import Ranks
 from wandistiller.models.vae_passes import VaePass, latent_shape
 from wandistiller.train.method import Losses, Role, Turn
 from wandistiller.train.vae_losses import (
-    adaptive_weight,
+    adaptive_scale,
     hinge_critic,
     hinge_generator,
     kl_divergence,
@@ -70,6 +71,9 @@ class VaeTraining:
         if critic is not None:
             turns.append(Turn(critic.name, self.critic_losses))
         self.turns: Sequence[Turn] = turns * repeats
+        self._num_noted = 0
+        self._gradients: list[Tensor] = []
+        """At the decoder's last layer, of closeness and of the critic's word, summed over the step."""
         self._fakes: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """Wanted and found pixels of the step's batches, for the critic's turn: what the VAE was judged by is what it sees."""
 
@@ -123,10 +127,36 @@ class VaeTraining:
             if batch.step >= weights.adversarial_start:
                 with _untrained(self._critic.model):
                     word = hinge_generator(self._critic.model(found).float())
-                scale = adaptive_weight(closeness, word, vae_pass.last_layer) if weights.adaptive else torch.ones(())
-                metrics |= {"adversarial": word, "adversarial_weight": scale.to(word.device)}
+                scale = self._scale(closeness, word, batch.num_samples)
+                metrics |= {"adversarial": word, "adversarial_weight": scale}
                 total = total + weights.adversarial * scale * word
         return Losses(total, {name: value.detach() for name, value in metrics.items()})
+
+    def finish_step(self, ranks: Ranks) -> None:
+        """Learn from all gradients of the step, of every batch and rank, how loud the critic is in the next one.
+
+        A scale from each batch's own gradients would make accumulation and ranks another training than the large batch.
+        """
+        if self._gradients:
+            count = ranks.mean(torch.tensor(float(self._num_noted)))
+            for_closeness, for_word = (ranks.mean(gradient.cpu()) / count for gradient in self._gradients)
+            scale = adaptive_scale(for_closeness, for_word)
+            cast(VaePass, self._vae.model).adversarial_scale.copy_(scale)
+            self._gradients, self._num_noted = [], 0
+
+    def _scale(self, closeness: Tensor, word: Tensor, num_samples: int) -> Tensor:
+        """Return the critic's scale for this step, and take note of the gradients at the last layer for the next."""
+        vae_pass = cast(VaePass, self._vae.model)
+        if not self._weights.adaptive:
+            return torch.ones_like(word).detach()
+        found = [
+            torch.autograd.grad(loss, vae_pass.last_layer, retain_graph=True)[0].float() * num_samples
+            for loss in (closeness, word)
+        ]
+        self._num_noted += num_samples
+        before = self._gradients or [torch.zeros_like(each) for each in found]
+        self._gradients = [earlier + now for earlier, now in zip(before, found, strict=True)]
+        return vae_pass.adversarial_scale.clone()
 
     def _at_sizes(self, pixels: Tensor) -> list[Tensor]:
         """Return the batch as it is and at each smaller size, the shorter side of which is given."""

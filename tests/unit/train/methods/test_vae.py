@@ -5,6 +5,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from wandistiller.data.loader import Batch
+from wandistiller.distributed.ranks import Ranks
 from wandistiller.models.critic import PatchCritic
 from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, latent_shape
 from wandistiller.train.method import Role
@@ -78,6 +79,26 @@ def test_the_weight_of_the_kl_counts_global_steps(vae):
         losses = method.vae_losses(batch(step))
         expected = losses.metrics["reconstruction"] + 2.0 * factor * losses.metrics["kl"]
         assert losses.total.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_critic_is_as_loud_as_the_gradients_of_the_step_before_say(vae):
+    """Two batches of one sample each say the same as one of two: it is the gradient of all samples that counts."""
+
+    def parts(number):
+        tensors = {name: value[number : number + 1] for name, value in batch().tensors.items()}
+        return Batch(tensors, ("x",), number, 0, 0)
+
+    whole, split = make(vae), make(vae)
+    assert whole.vae_losses(batch()).metrics["adversarial_weight"].item() == 0
+    for number in range(2):
+        split.vae_losses(parts(number))
+    scales = []
+    for method in (whole, split):
+        method.finish_step(Ranks())
+        scales.append(method.roles["vae"].model.adversarial_scale.item())
+    assert scales[0] > 0
+    assert scales[1] == pytest.approx(scales[0], rel=0.02)
+    assert whole.vae_losses(batch(step=1)).metrics["adversarial_weight"].item() == pytest.approx(scales[0])
 
 
 def test_smaller_sizes_share_the_step(vae):
