@@ -85,7 +85,8 @@ class HostOptimisation:
         self._idle = threading.Condition()
         self._pending = 0
         self._error: BaseException | None = None
-        threading.Thread(target=self._update_in_turn, name="wandistiller-updates", daemon=True).start()
+        self._thread = threading.Thread(target=self._update_in_turn, name="wandistiller-updates", daemon=True)
+        self._thread.start()
         stream.gradients.take = self._arrive
 
     @property
@@ -132,6 +133,7 @@ class HostOptimisation:
     def close(self) -> None:
         """End the thread, once all updates are done."""
         self._work.put(None)
+        self._thread.join()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all state: tensors by name, and plain values."""
