@@ -73,3 +73,32 @@ def test_another_number_of_ranks_goes_on_where_the_data_was(job):
     assert log["losses"] == pytest.approx(losses[3:], rel=1e-5)
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+
+
+ONE_SIGNAL = """
+import json, os, signal, sys, torch
+from pathlib import Path
+from helpers.toy_training import make_loop
+from wandistiller.distributed.ranks import joined
+from wandistiller.train.callbacks import Callback
+
+class Interrupt(Callback):
+    def stepped(self, loop):
+        if loop.ranks.rank == 1 and loop.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+with joined(torch.device("cpu")) as ranks:
+    stopped = make_loop(Path(sys.argv[1]) / "states", steps=6, ranks=ranks, callbacks=[Interrupt()]).run()
+    found = ranks.gather((stopped.step, stopped.signal))
+    if ranks.is_first:
+        (Path(sys.argv[1]) / "ends.json").write_text(json.dumps(found))
+"""
+
+
+def test_a_signal_to_one_rank_ends_all_of_them_alike(tmp_path):
+    """Else one would write the result of a run that it takes for finished, and wait there for the others."""
+    (tmp_path / "job.py").write_text(ONE_SIGNAL)
+    done = torchrun(tmp_path / "job.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "ends.json").read_text()) == [[2, 15], [2, 15]]
+    assert (tmp_path / "states" / "step-00000002" / "state.json").exists()

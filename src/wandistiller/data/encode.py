@@ -30,6 +30,7 @@ from wandistiller.data.claims import CLAIM_SECONDS, Claims, share
 from wandistiller.data.latent_cache import LatentCache, fingerprint_vae
 from wandistiller.data.sources import BadItem, Source, assign_buckets, is_world, open_source, refuse
 from wandistiller.data.text_cache import EMPTY_NAME, TextCache, entry, fingerprint_text_encoder
+from wandistiller.distributed.ranks import rank_device, read_ranks
 from wandistiller.errors import MediaError, OutputError
 from wandistiller.files import check_can_write
 from wandistiller.memory.advice import Remedy
@@ -37,7 +38,7 @@ from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.subjects import choose_placement
-from wandistiller.models.devices import available_devices, find_device, find_dtype, free_memory
+from wandistiller.models.devices import find_device, find_dtype, free_memory
 from wandistiller.models.latents import normalise
 from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline, find_pipeline
@@ -98,7 +99,11 @@ class EncodeJob:
 
 def run_encode(config: EncodeConfig) -> Encoded:
     """Do the whole job; when it returns, everything but what was skipped is in the caches."""
-    job = prepare_encoding(config)
+    return fill_caches(prepare_encoding(config))
+
+
+def fill_caches(job: EncodeJob) -> Encoded:
+    """Encode what is missing or stale."""
     monitor = Monitor([job.device], lambda failure: _find_remedies(job, failure))
     try:
         num_text = _encode_texts(job, monitor)
@@ -146,7 +151,7 @@ def prepare_encoding(config: EncodeConfig) -> EncodeJob:
     """Find and check every part without loading any."""
     config.check()
     assert config.model is not None and config.dataset_path is not None  # check() has made sure
-    device = _find_device(config.device)
+    device = find_device(rank_device(config.device, read_ranks()))
     dtype = find_dtype(config.dtype, device)
     vae_dtype = dtype if config.vae_dtype == "auto" else find_dtype(config.vae_dtype, device)
     parts = {"text_encoder", "tokenizer", *(() if config.vae_checkpoint else ("vae",))}
@@ -159,7 +164,7 @@ def prepare_encoding(config: EncodeConfig) -> EncodeJob:
     assigned = assign_buckets(opened.source, buckets)
     if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
         raise refuse(config.dataset_path, len(opened.source), assigned.bad)
-    if _rank() == 0:
+    if read_ranks().is_first:
         _sweep(folder)
     return EncodeJob(
         config=config,
@@ -367,21 +372,10 @@ def _find_remedies(job: EncodeJob, failure: Failure) -> list[Remedy]:
     return found
 
 
-def _find_device(name: str) -> torch.device:
-    """Return the device; under torchrun each process of a machine has a GPU of its own."""
-    num_cuda = sum(device.type == "cuda" for device in available_devices())
-    if name in ("auto", "cuda") and num_cuda > 1:
-        return find_device(f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % num_cuda}")
-    return find_device(name)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def _is_others(index: int) -> bool:
     """Say whether another rank begins with this item; each begins with its own and then helps the others."""
-    return index % int(os.environ.get("WORLD_SIZE", "1")) != _rank()
+    ranks = read_ranks()
+    return index % ranks.world_size != ranks.rank
 
 
 def _sweep(folder: Path) -> None:
@@ -419,7 +413,7 @@ def _list(job: EncodeJob, what: str, total: int, missing: Iterator[tuple[int, st
 
 
 def _bar(description: str, total: int, monitor: Monitor) -> AbstractContextManager[Advance]:
-    if _rank():
+    if not read_ranks().is_first:
         return nullcontext(lambda amount=1: None)
     note, read_at = "", 0.0
 
@@ -434,5 +428,5 @@ def _bar(description: str, total: int, monitor: Monitor) -> AbstractContextManag
 
 
 def _note(message: str) -> None:
-    if _rank() == 0:
+    if read_ranks().is_first:
         say(message)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.data.buckets import Bucket
-from wandistiller.data.encode import prepare_encoding
+from wandistiller.data.encode import fill_caches, prepare_encoding
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.sources import Source
 from wandistiller.data.text_cache import TextCache
@@ -26,10 +26,9 @@ class EncodedData:
     vae: StoredModel
 
 
-def open_encoded(config: EncodeConfig) -> EncodedData:
-    """Open the caches that ``encode`` has filled with the same configuration; what could not be read is left out."""
+def encode_data(config: EncodeConfig) -> EncodedData:
+    """Fill the caches where they are not up to date, and give them out; what cannot be read is left out."""
     job = prepare_encoding(config)
-    buckets = list(job.buckets)
-    for index, _ in job.latents.missing(job.source, buckets):  # --skip-bad went on without these
-        buckets[index] = None
+    skipped = {item.name for item in fill_caches(job).skipped}
+    buckets = [None if job.source.name(index) in skipped else bucket for index, bucket in enumerate(job.buckets)]
     return EncodedData(job.source, buckets, job.texts, job.latents, job.vae)

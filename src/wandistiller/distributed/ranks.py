@@ -41,13 +41,13 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier()
 
-    def any(self, value: bool) -> bool:
-        """Say whether a condition holds on some rank, with the same answer on all."""
+    def largest(self, value: int) -> int:
+        """Return the largest of all ranks' values, the same on all."""
         if self.world_size == 1:
             return value
-        flag = torch.tensor([float(value)], device=_collective_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        found = torch.tensor([value], device=_collective_device())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found.item())
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Average a tensor over the ranks, in place."""

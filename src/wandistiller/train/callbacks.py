@@ -39,6 +39,30 @@ class Callback:
         """Take up what was saved."""
 
 
+class EverySoOften(Callback):
+    """Does something after every ``every`` steps, and at the end if that step was not one of them; 0 is the end alone."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._done_at = -1
+
+    def stepped(self, loop: Loop) -> None:
+        if self._every and loop.step % self._every == 0:
+            self._do(loop)
+
+    def ended(self, loop: Loop) -> None:
+        if self._done_at != loop.step:
+            self._do(loop)
+
+    def act(self, loop: Loop) -> None:
+        """Do it, on all ranks."""
+        raise NotImplementedError
+
+    def _do(self, loop: Loop) -> None:
+        self._done_at = loop.step
+        self.act(loop)
+
+
 class KeepAverage(Callback):
     """Keeps a moving average of a trained role."""
 

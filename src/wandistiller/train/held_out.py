@@ -10,7 +10,7 @@ import torch
 from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.data.loader import sample_generator
 from wandistiller.flow.sigma import SigmaDistribution
-from wandistiller.train.callbacks import Callback
+from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.methods.finetune import FlowMatching
 from wandistiller.train.metrics import WriteMetrics
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
-class MeasureHeldOut(Callback):
+class MeasureHeldOut(EverySoOften):
     """Writes ``held_out/loss`` and one loss for each quantile; ranks share the samples."""
 
     def __init__(
@@ -37,26 +37,16 @@ class MeasureHeldOut(Callback):
         limit: int = 256,
     ) -> None:
         """Measure the ``average`` where there is one, on at most ``limit`` samples."""
+        super().__init__(every)
         self._method = method
         self._samples = samples
         self._sigma = sigma
         self._metrics = metrics
-        self._every = every
         self._average = average
         self._count = min(limit, len(samples))
-        self._measured_step = -1
         self.losses: dict[str, float] = {}
 
-    def stepped(self, loop: Loop) -> None:
-        if self._every and loop.step % self._every == 0:
-            self._measure(loop)
-
-    def ended(self, loop: Loop) -> None:
-        if self._measured_step != loop.step:
-            self._measure(loop)
-
-    def _measure(self, loop: Loop) -> None:
-        self._measured_step = loop.step
+    def act(self, loop: Loop) -> None:
         sums = torch.zeros(len(QUANTILES) + 1, dtype=torch.float64)
         with self._average.in_use() if self._average is not None else nullcontext():
             for index in range(loop.ranks.rank, self._count, loop.ranks.world_size):

@@ -8,6 +8,7 @@ updated on the device by an optimiser of the ordinary kind.
 
 from __future__ import annotations
 
+import functools
 import math
 import queue
 import threading
@@ -116,7 +117,7 @@ class HostOptimisation:
                 gradient.mul_(scale)
             for position, block in enumerate(self._blocks):
                 self._store.hold_back(position)
-                self._schedule(lambda position=position, block=block: self._update(position, block, scale))  # type: ignore[misc]
+                self._schedule(functools.partial(self._update, position, block, scale))
         self._rest.step(number)
         self._number, self._backwards = number + 1, 0
         self._stream.invalidate()
@@ -200,7 +201,7 @@ class HostOptimisation:
             block.num_arrived = 0
             if self._clip is None:
                 self._store.hold_back(position)
-                self._schedule(lambda: self._update(position, block, 1.0))
+                self._schedule(functools.partial(self._update, position, block, 1.0))
 
     def _update(self, position: int, block: _Block, scale: float) -> None:
         """Give a block its new weights, in float32 and where it is streamed from."""

@@ -121,7 +121,7 @@ class Loop:
                 workers=self.options.workers,
             )
             started, since = time.perf_counter(), self.step
-            while self.step < self.options.num_steps and not self.ranks.any(self._signal is not None):
+            while self.step < self.options.num_steps and not self._was_interrupted():
                 self._take_step([batch.to(self.device) for batch in next(steps)])
                 if self.step % self.options.log_every == 0 or self.step == self.options.num_steps:
                     values = self._read_metrics()
@@ -137,6 +137,12 @@ class Loop:
                 saved = self.save()
             self._tell("ended")
         return Stopped(self.step, self._signal, saved)
+
+    def _was_interrupted(self) -> bool:
+        """Say whether a signal has reached some rank; all of them then end alike, whoever got it."""
+        found = self.ranks.largest(self._signal or 0)
+        self._signal = self._signal or found or None  # one that came in the meantime is not forgotten
+        return found > 0
 
     def save(self) -> str | None:
         """Write the state; rank 0 does, and the others wait for it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -23,10 +23,10 @@ class Role:
     name: str
     model: nn.Module
     is_trained: bool
-    call: Callable[..., object] | None = None
+    call: Callable[..., Any] | None = None
     """What to call instead of the model, where ranks train it together."""
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.call or self.model)(*args, **kwargs)
 
     @property

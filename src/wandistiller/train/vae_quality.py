@@ -13,7 +13,7 @@ from torch import Tensor
 from wandistiller.data.media import to_bytes, write_picture
 from wandistiller.data.pixel_samples import PixelSamples
 from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution
-from wandistiller.train.callbacks import Callback
+from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.method import Role
 from wandistiller.train.methods.vae import Perceptual
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NUM_SHOWN = 8
 
 
-class MeasureReconstructions(Callback):
+class MeasureReconstructions(EverySoOften):
     """Measures held-out reconstructions every so often and at the end; ranks share the samples."""
 
     def __init__(
@@ -42,28 +42,18 @@ class MeasureReconstructions(Callback):
         perceptual: Perceptual | None = None,
         limit: int = 128,
     ) -> None:
+        super().__init__(every)
         self._role = role
         self._samples = samples
         self._metrics = metrics
         self._folder = folder
-        self._every = every
         self._average = average
         self._perceptual = perceptual
         self._count = min(limit, len(samples))
-        self._measured_step = -1
         self.quality: dict[str, float] = {}
 
-    def stepped(self, loop: Loop) -> None:
-        if self._every and loop.step % self._every == 0:
-            self._measure(loop)
-
-    def ended(self, loop: Loop) -> None:
-        if self._measured_step != loop.step:
-            self._measure(loop)
-
     @torch.no_grad()
-    def _measure(self, loop: Loop) -> None:
-        self._measured_step = loop.step
+    def act(self, loop: Loop) -> None:
         names = ["psnr", "ssim", *(["lpips"] if self._perceptual is not None else [])]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64)
         shown: list[tuple[Tensor, Tensor]] = []

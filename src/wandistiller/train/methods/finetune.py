@@ -63,11 +63,10 @@ class FlowMatching:
     def _errors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         latents, noise, sigma = tensors["latents"], tensors["noise"], tensors["sigma"]
         noisy = interpolate(latents, noise, sigma)
-        velocity = self.student(
+        velocity: Tensor = self.student(
             hidden_states=noisy.to(self._dtype),
             timestep=NUM_TIMESTEPS * sigma,
             encoder_hidden_states=tensors["text"].to(self._dtype),
             return_dict=False,
-        )[0]  # type: ignore[index]
-        velocity = velocity.float()
+        )[0].float()
         return (velocity - velocity_target(latents, noise)).square().flatten(1).mean(1), velocity, noisy

@@ -91,7 +91,7 @@ class VaeTraining:
         totals, real_words, fake_words = [], [], []
         for wanted, found in pairs:
             # In one call: ranks allow one forward for each backward.
-            real, fake = cast(Tensor, self._critic(torch.cat([wanted, found]))).float().chunk(2)
+            real, fake = self._critic(torch.cat([wanted, found])).float().chunk(2)
             totals.append(hinge_critic(real, fake))
             real_words.append(real.mean())
             fake_words.append(fake.mean())
@@ -110,11 +110,10 @@ class VaeTraining:
         shape = latent_shape(vae_pass.vae.config, tuple(wanted.shape))
         seeds = batch.tensors["seed"].tolist()
         noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
-        found, mean, logvar = cast(tuple[Tensor, Tensor, Tensor], self._vae(wanted, noise.to(wanted.device)))
-        found = found.float()
+        found, mean, logvar = (each.float() for each in self._vae(wanted, noise.to(wanted.device)))
         metrics = {
             "reconstruction": reconstruction(found, wanted, high_frequency_weight=weights.high_frequency),
-            "kl": kl_divergence(mean.float(), logvar.float(), free_bits=weights.kl_free_bits),
+            "kl": kl_divergence(mean, logvar, free_bits=weights.kl_free_bits),
         }
         closeness = metrics["reconstruction"]
         if self._perceptual is not None:
