@@ -22,7 +22,7 @@ class EncodeConfig(CommandConfig):
 
     dataset_path: str | None = None
     """Folder of pictures and clips with NAME.txt beside each; or a list file (file TAB caption); or a .jsonl file; or the
-    procedural world, as world:COUNT:FRAMESxHEIGHTxWIDTH."""
+    procedural world, as world:COUNT:FRAMESxHEIGHTxWIDTH (1+9x64x64 is pictures and clips in turn)."""
 
     cache_dir: Path | None = None
     """Where the caches are written. Default: the folder .cache in the data set's folder."""

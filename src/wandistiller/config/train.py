@@ -31,7 +31,7 @@ class TrainConfig(CommandConfig):
 
     dataset_path: str | None = None
     """Folder of pictures and clips with NAME.txt beside each; or a list file (file TAB caption); or a .jsonl file; or the
-    procedural world, as world:COUNT:FRAMESxHEIGHTxWIDTH."""
+    procedural world, as world:COUNT:FRAMESxHEIGHTxWIDTH (1+9x64x64 is pictures and clips in turn)."""
 
     held_out: str | None = None
     """Data for the held-out loss, in the same forms as --dataset-path. Without it no held-out loss is computed."""
@@ -183,6 +183,10 @@ class TrainConfig(CommandConfig):
     validate_every: int = 500
     """Steps between held-out losses, with --held-out; 0 for none before the end."""
 
+    judge_samples: int = 0
+    """With --held-out of the procedural world: how many of its captions are drawn and judged, together with the held-out
+    loss. The judge says what share of a caption's attributes is there."""
+
     sample_every: int = 0
     """Steps between sample pictures; 0 for none."""
 
@@ -229,6 +233,8 @@ class TrainConfig(CommandConfig):
             raise UsageError("--vae-gradient-checkpointing changes nothing without --pixel-loss-weight.", fix="Give both.")
         if self.lora_rank and self.from_scratch:
             raise UsageError("--lora-rank adapts trained weights, and --from-scratch has none.", fix="Choose one.")
+        if self.judge_samples and not (self.held_out or "").startswith("world"):
+            raise UsageError("--judge-samples is for a held-out world.", fix="Add --held-out world-heldout:256:1x64x64.")
         if self.placement in ("balanced", "sequential", "custom"):
             raise UsageError(f"--placement {self.placement} is not for training.", fix="Take gpu, offload, disk or cpu.")
         if self.placement in ("disk", "cpu", "auto") and not self.lora_rank:
@@ -260,6 +266,7 @@ class TrainConfig(CommandConfig):
             ("--log-every", self.log_every, 1),
             ("--validate-every", self.validate_every, 0),
             ("--sample-every", self.sample_every, 0),
+            ("--judge-samples", self.judge_samples, 0),
             ("--sample-steps", self.sample_steps, 1),
             ("--cfg-scale", self.cfg_scale, 0),
             ("--seed", self.seed, 0),

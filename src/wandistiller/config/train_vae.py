@@ -27,7 +27,7 @@ class TrainVaeConfig(CommandConfig):
 
     dataset_path: str | None = None
     """Folder of pictures and clips; or a list file; or a .jsonl file; or the procedural world, as
-    world:COUNT:FRAMESxHEIGHTxWIDTH."""
+    world:COUNT:FRAMESxHEIGHTxWIDTH (1+9x64x64 is pictures and clips in turn)."""
 
     held_out: str | None = None
     """Data that quality is measured on, in the same forms as --dataset-path."""

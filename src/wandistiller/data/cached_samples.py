@@ -10,9 +10,11 @@ from torch import Tensor
 
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.latent_cache import LatentCache
+from wandistiller.data.source_samples import SourceSamples
 from wandistiller.data.sources import Source
 from wandistiller.data.text_cache import EMPTY_NAME, TextCache
 from wandistiller.flow.sigma import SigmaDistribution
+from wandistiller.models.text_padding import trim_padding
 from wandistiller.units import Bytes
 
 
@@ -24,7 +26,7 @@ class Randomness:
     caption_dropout: float = 0.0
 
 
-class CachedSamples:
+class CachedSamples(SourceSamples):
     """Reads samples by number; what fits the budget stays in memory after the first time."""
 
     def __init__(
@@ -37,38 +39,29 @@ class CachedSamples:
         text_width: int,
         randomness: Randomness,
         memory: Bytes,
+        trims_text: bool = False,
     ) -> None:
-        """``buckets`` has one entry an item of the source; those without a bucket are left out."""
-        self._source = source
-        self._items = [index for index, bucket in enumerate(buckets) if bucket is not None]
-        self.buckets = [bucket for bucket in buckets if bucket is not None]
+        """``buckets`` has one entry an item of the source; those without a bucket are left out.
+
+        ``trims_text`` leaves the padding of captions away (see ``models.text_padding``).
+        """
+        super().__init__(source, buckets)
         self._texts = texts
         self._latents = latents
         self._text_width = text_width
         self._randomness = randomness
         self._room = int(memory)
         self._kept: dict[tuple[str, int], Tensor] = {}
-        self.empty_text = texts.read(EMPTY_NAME, text_width, "")
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def name(self, index: int) -> str:
-        return self._source.name(self._items[index])
-
-    def caption(self, index: int) -> str:
-        """Return a sample's caption."""
-        return self._source.caption(self._items[index])
+        self.trims_text = trims_text
+        self.empty_text = self._read_text(EMPTY_NAME, "")
 
     def latents(self, index: int) -> Tensor:
         """Return a sample's latents (channels, frames, height, width), normalised."""
         return self._remembered("latents", index, lambda: self._latents.read(self.name(index), self.buckets[index]))
 
     def text(self, index: int) -> Tensor:
-        """Return a caption's embeddings (512, width)."""
-        return self._remembered(
-            "text", index, lambda: self._texts.read(self.name(index), self._text_width, self.caption(index))
-        )
+        """Return a caption's embeddings (512, width), or fewer without their padding."""
+        return self._remembered("text", index, lambda: self._read_text(self.name(index), self.caption(index)))
 
     def read(self, index: int, generator: torch.Generator) -> dict[str, Tensor]:
         latents = self.latents(index)
@@ -81,6 +74,10 @@ class CachedSamples:
             "sigma": torch.tensor(self._randomness.sigma.quantile(place), dtype=torch.float32),
             "noise": torch.randn(latents.shape, generator=generator),
         }
+
+    def _read_text(self, name: str, caption: str) -> Tensor:
+        text = self._texts.read(name, self._text_width, caption)
+        return trim_padding(text).contiguous() if self.trims_text else text
 
     def _remembered(self, kind: str, index: int, read: Callable[[], Tensor]) -> Tensor:
         key = (kind, index)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from wandistiller.data.batches import MicroBatch, StepPlan
+from wandistiller.errors import WanDistillerError
 
 Sample = dict[str, Tensor]
 
@@ -69,8 +70,15 @@ def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
 def read_batch(reader: SampleReader, planned: MicroBatch, seed: int) -> Batch:
     """Read and stack the samples of a micro-batch."""
     samples = [reader.read(index, sample_generator(seed, planned.epoch, index)) for index in planned.indices]
-    tensors = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    tensors = {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
     return Batch(tensors, tuple(reader.name(index) for index in planned.indices), planned.position, planned.epoch)
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    """Stack tensors; those that are shorter than others, as captions are, get zeros at their end."""
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return torch.stack(tensors)
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
 
 def load_steps(
@@ -95,6 +103,8 @@ def load_steps(
     )
     ready: list[Batch] = []
     for batch in loader:
+        if isinstance(batch, WanDistillerError):
+            raise batch
         ready.append(batch)
         if len(ready) == steps.accumulation:
             yield ready
@@ -108,8 +118,12 @@ class _MicroBatches(Dataset[Any]):
         self._reader = reader
         self._seed = seed
 
-    def __getitem__(self, planned: Any) -> Batch:
-        return read_batch(self._reader, planned, self._seed)
+    def __getitem__(self, planned: Any) -> Batch | WanDistillerError:
+        try:
+            return read_batch(self._reader, planned, self._seed)
+        except WanDistillerError as error:
+            # Raised in a worker it would come out as the text of a traceback.
+            return error
 
 
 class _Order:

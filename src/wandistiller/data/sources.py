@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -24,13 +24,17 @@ from wandistiller.data.pictures import MEDIA_SUFFIXES, fit, probe, read_media
 from wandistiller.errors import MediaError, UsageError
 from wandistiller.terminal import progress
 
+if TYPE_CHECKING:
+    from wandistiller.data.world import World
+
 RESERVED_NAME = ".empty"
 """The name under which caches keep what belongs to the empty caption; no item may have it."""
 
 _FILE_FIELDS = ("file", "media", "video", "image")
 _CAPTION_FIELDS = ("caption", "text")
-_WORLD = re.compile(r"world(?P<held>-heldout)?(?::(?P<count>\d+)(?::(?P<frames>\d+)x(?P<height>\d+)x(?P<width>\d+))?)?")
-_WORLD_DEFAULTS = {"count": 1000, "frames": 1, "height": 32, "width": 32}
+_WORLD_SHAPE = r"(?P<frames>\d+(?:\+\d+)*)x(?P<height>\d+)x(?P<width>\d+)"
+_WORLD = re.compile(rf"world(?P<held>-heldout)?(?::(?P<count>\d+)(?::{_WORLD_SHAPE})?)?")
+_WORLD_DEFAULTS = {"count": "1000", "frames": "1", "height": "32", "width": "32"}
 _NUM_SHOWN = 5
 
 
@@ -90,6 +94,7 @@ class Assignment:
 def open_source(path: str | Path, *, skip_bad: bool = False, seed: int = 0) -> OpenedSource:
     """Open a folder, a list file (file TAB caption), a JSONL file, or ``world:COUNT:FRAMESxHEIGHTxWIDTH``.
 
+    ``world:1000:1+9x64x64`` has pictures and clips in turn.
     What cannot be used is an error that names it; with ``skip_bad`` it is left out and returned. ``seed`` is the world's.
     """
     world = _WORLD.fullmatch(str(path))
@@ -206,27 +211,36 @@ class WorldSource:
     """The procedural world as a source; nothing is on disk."""
 
     def __init__(
-        self, count: int, *, frames: int = 1, height: int = 32, width: int = 32, seed: int = 0, held_out: bool = False
+        self,
+        count: int,
+        *,
+        frames: Sequence[int] = (1,),
+        height: int = 32,
+        width: int = 32,
+        seed: int = 0,
+        held_out: bool = False,
     ) -> None:
+        """Items have each number of ``frames`` in turn."""
         from wandistiller.data.world import World
 
-        self._world = World(count, frames=frames, height=height, width=width, seed=seed, held_out=held_out)
+        shape = {"height": height, "width": width}
+        self._worlds = [World(count, frames=each, seed=seed, held_out=held_out, **shape) for each in frames]
 
     def __len__(self) -> int:
-        return len(self._world)
+        return len(self._worlds[0])
 
     def name(self, index: int) -> str:
-        return self._world.name(index)
+        return self._world(index).name(index)
 
     def caption(self, index: int) -> str:
-        return self._world.caption(index)
+        return self._world(index).caption(index)
 
     def media_size(self, index: int) -> MediaSize:
-        world = self._world
+        world = self._world(index)
         return MediaSize(world.width, world.height, world.frames, fps=0.0 if world.frames == 1 else 8.0)
 
     def read(self, index: int, bucket: Bucket) -> np.ndarray:
-        frames = self._world.frames_of(index)[: bucket.frames]
+        frames = self._world(index).frames_of(index)[: bucket.frames]
         return np.stack([fit(Image.fromarray(frame), bucket.height, bucket.width) for frame in frames])
 
     def stamp(self, index: int) -> str:
@@ -234,14 +248,19 @@ class WorldSource:
 
     def fingerprint(self, index: int) -> str:
         # Of what is drawn, so that a change to how the world is drawn shows.
-        return hashlib.sha256(np.ascontiguousarray(self._world.frames_of(index)).tobytes()).hexdigest()
+        return hashlib.sha256(np.ascontiguousarray(self._world(index).frames_of(index)).tobytes()).hexdigest()
+
+    def _world(self, index: int) -> World:
+        return self._worlds[index % len(self._worlds)]
 
 
 def _open_world(match: re.Match[str], seed: int) -> WorldSource:
-    numbers = {name: int(match[name]) if match[name] else usual for name, usual in _WORLD_DEFAULTS.items()}
-    if min(numbers.values()) < 1:
+    given = {name: match[name] or usual for name, usual in _WORLD_DEFAULTS.items()}
+    frames = [int(each) for each in given.pop("frames").split("+")]
+    numbers = {name: int(value) for name, value in given.items()}
+    if min(*numbers.values(), *frames) < 1:
         raise UsageError(f"{match[0]} is an empty world.", fix="Give numbers of 1 and more, such as world:1000:1x32x32.")
-    return WorldSource(**numbers, seed=seed, held_out=bool(match["held"]))
+    return WorldSource(**numbers, frames=frames, seed=seed, held_out=bool(match["held"]))
 
 
 def _scan_folder(folder: Path) -> Iterator[_Item]:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def latent_shape(vae_config: Mapping[str, Any], frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return the shape (channels, frames, height, width) of a clip's latents."""
+    spatial, temporal = vae_config["scale_factor_spatial"], vae_config["scale_factor_temporal"]
+    return vae_config["z_dim"], (frames - 1) // temporal + 1, height // spatial, width // spatial
+
+
+def num_tokens(transformer_config: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Return how many tokens a transformer sees of latents (..., frames, height, width)."""
+    return math.prod(size // patch for size, patch in zip(shape[-3:], transformer_config["patch_size"], strict=True))
 
 
 def normalise(latents: Tensor, vae_config: Mapping[str, Any]) -> Tensor:

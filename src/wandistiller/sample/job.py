@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from wandistiller.flow.schedule import Schedule
 from wandistiller.flow.solver import SOLVERS
 from wandistiller.memory.rates import fastest_cpu_dtype
 from wandistiller.models.devices import find_device, find_dtype
+from wandistiller.models.latents import num_tokens
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.sizes import SIZES, Size
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint
@@ -57,8 +57,7 @@ class Job:
     @property
     def num_tokens(self) -> int:
         """Tokens of one sample in the transformer."""
-        patch = self.transformers[0].config["patch_size"]
-        return math.prod(size // each for size, each in zip(self.geometry.latent_shape, patch, strict=True))
+        return num_tokens(self.transformers[0].config, self.geometry.latent_shape)
 
     @property
     def resident(self) -> int | Literal["auto"]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.checkpoint.trained import write_lora, write_model, write_pipeline
 from wandistiller.checkpoint.training_state import TrainingStates
@@ -18,9 +20,9 @@ from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.placement import parse_resident
 from wandistiller.config.train import TrainConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
+from wandistiller.data.buckets import Bucket
 from wandistiller.data.cached_samples import CachedSamples, Randomness
-from wandistiller.data.encode import run_encode
-from wandistiller.data.encoded import EncodedData, open_encoded
+from wandistiller.data.encoded import EncodedData, encode_data
 from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.ranks import Ranks, joined, rank_device, read_ranks
 from wandistiller.errors import UsageError
@@ -34,17 +36,20 @@ from wandistiller.memory.streaming import bind
 from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.devices import DTYPES, find_device, find_dtype
-from wandistiller.models.latents import denormalise
+from wandistiller.models.latents import denormalise, latent_shape, num_tokens
 from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.stored import TRANSFORMER, StoredModel, inspect_checkpoint, stays_in_float32
 from wandistiller.models.text import encode_prompts
+from wandistiller.models.text_padding import can_fold_padding, fold_padding, trim_padding
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
+from wandistiller.train.drawing import Drawing
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.held_out import MeasureHeldOut
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.loop import Loop, LoopOptions
+from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.memory_watch import WatchMemory
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
@@ -52,7 +57,7 @@ from wandistiller.train.metrics import ShowProgress, WriteMetrics
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, Optimises
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import exit_code, resume_run
-from wandistiller.train.samples import Drawing, DrawSamples
+from wandistiller.train.samples import DrawSamples
 from wandistiller.units import Bytes
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
@@ -92,10 +97,12 @@ def run_train(config: TrainConfig) -> Trained:
     job = _prepare(config)
     monitor = Monitor([job.device], lambda failure: find_remedies(config, job.transformer, job.device, failure))
     with joined(job.device) as ranks, ExitStack() as ends:
-        data = _encode(job, config.dataset_path)
-        held_out = _encode(job, config.held_out) if config.held_out else None
+        data = _encode(job, config.dataset_path, config.cache_dir)
+        # In a folder of its own, as names may be the same.
+        held_out_cache = config.cache_dir / "held_out" if config.cache_dir else None
+        held_out = _encode(job, config.held_out, held_out_cache) if config.held_out else None
         with monitor.phase("loading", "student"):
-            student, placed = _make_student(job, ends)
+            student, placed = _make_student(job, ends, folds_padding=_folds_padding(job, data))
         return _train(job, ranks, monitor, student, placed, data, held_out, ends)
 
 
@@ -158,13 +165,13 @@ def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]
     return ("transformer", boundary, 1.0) if config.expert == "high" else ("transformer_2", 0.0, boundary)
 
 
-def _encode(job: _Job, dataset: str | None) -> EncodedData:
-    """Fill the caches where they are not up to date, and open them; the encoders are gone afterwards."""
+def _encode(job: _Job, dataset: str | None, cache_dir: Path | None) -> EncodedData:
+    """Encode a data set with the run's own settings; the encoders are gone afterwards."""
     config = job.config
     encode = EncodeConfig(
         model=config.model,
         dataset_path=dataset,
-        cache_dir=config.cache_dir,
+        cache_dir=cache_dir,
         vae_checkpoint=config.vae_checkpoint,
         width=config.width,
         height=config.height,
@@ -174,11 +181,18 @@ def _encode(job: _Job, dataset: str | None) -> EncodedData:
         dtype=config.dtype,
         skip_bad=config.skip_bad,
     )
-    run_encode(encode)
-    return open_encoded(encode)
+    return encode_data(encode)
 
 
-def _make_student(job: _Job, ends: ExitStack) -> tuple[Role, Placed]:
+def _folds_padding(job: _Job, data: EncodedData) -> bool:
+    """Say whether captions go without their padding: not where samples are as long as videos."""
+    config = job.transformer.config
+    buckets = {bucket for bucket in data.buckets if bucket is not None}
+    shapes = [latent_shape(data.vae.config, bucket.frames, bucket.height, bucket.width) for bucket in buckets]
+    return can_fold_padding(config, max(num_tokens(config, shape) for shape in shapes))
+
+
+def _make_student(job: _Job, ends: ExitStack, *, folds_padding: bool) -> tuple[Role, Placed]:
     """Build the model where it belongs: adapters, then compilation, then the activation policy, then the placement.
 
     ``ends`` is told what to undo when the run is over.
@@ -188,6 +202,8 @@ def _make_student(job: _Job, ends: ExitStack) -> tuple[Role, Placed]:
     subject = _random_subject(job) if config.from_scratch else stored_subject(job.transformer, job.dtype)
     model = subject.model
     model.requires_grad_(config.lora_rank == 0).train()
+    if folds_padding:
+        fold_padding(model)
     if config.lora_rank:
         subject = _with_adapters(subject, config)
     blocks = list(subject.blocks)
@@ -275,11 +291,14 @@ def _train(
             method, _samples(job, held_out), job.sigma, metrics, every=config.validate_every, average=average
         )
         callbacks.append(measure)
+    decode = partial(_decode, job, data)
+    if held_out is not None and config.judge_samples:
+        drawings = _held_out_drawings(job, _samples(job, held_out))
+        callbacks.append(MeasureMarks(student, drawings, decode, metrics, every=config.validate_every, average=average))
     if config.sample_every:
-        drawing = _drawing(job, samples)
-        decode = lambda latents: _decode(job, data, latents)  # noqa: E731
+        drawing = _sample_drawing(job, samples)
         folder = config.output_dir / "samples"
-        callbacks.append(DrawSamples(student, drawing, decode, folder, every=config.sample_every, average=average))
+        callbacks.append(DrawSamples(student, drawing, decode, folder, fps=16, every=config.sample_every, average=average))
     callbacks.append(ShowProgress(monitor.line))
     states = TrainingStates(config.output_dir / "states", config.keep)
     loop = Loop(
@@ -325,6 +344,7 @@ def _samples(job: _Job, data: EncodedData) -> CachedSamples:
         text_width=job.transformer.config["text_dim"],
         randomness=Randomness(sigma=job.sigma, caption_dropout=job.config.caption_dropout),
         memory=memory,
+        trims_text=_folds_padding(job, data),
     )
 
 
@@ -363,7 +383,8 @@ def _decode(job: _Job, data: EncodedData, latents: Sequence[Tensor]) -> list[Ten
     return [vae.decode(denormalise(each[None], data.vae.config), return_dict=False)[0][0].cpu() for each in latents]
 
 
-def _drawing(job: _Job, samples: CachedSamples) -> Drawing:
+def _sample_drawing(job: _Job, samples: CachedSamples) -> Drawing:
+    """Return what is drawn every so often: the prompts that were asked for, or the first captions."""
     config = job.config
     if config.sample_prompts:
         prompts: Sequence[str] = config.sample_prompts
@@ -374,11 +395,33 @@ def _drawing(job: _Job, samples: CachedSamples) -> Drawing:
             device=job.device,
             dtype=find_dtype(config.dtype, job.device),
         ).float()
+        text = trim_padding(text) if samples.trims_text else text
     else:
         chosen = range(min(_DEFAULT_SAMPLES, len(samples)))
         prompts = [samples.caption(index) for index in chosen]
-        text = torch.stack([samples.text(index) for index in chosen])
-    shape = samples.latents(0).shape
+        text = pad_sequence([samples.text(index) for index in chosen], batch_first=True)
+    return _drawing(job, samples, prompts, text, samples.latents(0).shape)
+
+
+def _held_out_drawings(job: _Job, samples: CachedSamples) -> list[Drawing]:
+    """Return the captions that are judged, those of each size together."""
+    found: dict[Bucket, list[int]] = {}
+    for index in range(min(job.config.judge_samples, len(samples))):
+        found.setdefault(samples.buckets[index], []).append(index)
+    return [
+        _drawing(
+            job,
+            samples,
+            [samples.caption(index) for index in indices],
+            pad_sequence([samples.text(index) for index in indices], batch_first=True),
+            samples.latents(indices[0]).shape,
+        )
+        for indices in found.values()
+    ]
+
+
+def _drawing(job: _Job, samples: CachedSamples, prompts: Sequence[str], text: Tensor, shape: torch.Size) -> Drawing:
+    config = job.config
     return Drawing(
         prompts=prompts,
         text=text,
@@ -388,7 +431,6 @@ def _drawing(job: _Job, samples: CachedSamples) -> Drawing:
         shift=config.sigma_shift or job.pipeline.shift or 1.0,
         solver=job.pipeline.solver,
         cfg_scale=config.cfg_scale,
-        fps=16,
         seed=config.seed,
         dtype=job.dtype,
     )

@@ -1,0 +1,63 @@
+"""What a model in training draws for given captions: the sampler's own solver and guidance, several samples at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from wandistiller.flow.guidance import guide, needs_unconditional
+from wandistiller.flow.solver import SOLVERS, integrate
+from wandistiller.train.optimisation import MixedPrecision, autocast
+
+Decode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Turns normalised latents, one sample each, into pixels (channels, frames, height, width) from -1 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """What to draw and how."""
+
+    prompts: Sequence[str]
+    text: Tensor
+    """(prompts, tokens, width)"""
+    empty_text: Tensor
+    """(tokens, width)"""
+    latent_shape: tuple[int, int, int, int]
+    num_steps: int
+    shift: float
+    solver: str
+    cfg_scale: float
+    seed: int
+    dtype: torch.dtype
+
+
+@torch.no_grad()
+def draw(
+    model: nn.Module, drawing: Drawing, indices: Sequence[int], *, device: torch.device, precision: MixedPrecision
+) -> Tensor:
+    """Return the latents of some of the prompts, computed together; each has noise of its own, whoever it is drawn with."""
+    text = drawing.text[list(indices)].to(device, drawing.dtype)
+    empty = drawing.empty_text.to(device, drawing.dtype).expand(len(indices), -1, -1)
+    noise = torch.stack(
+        [torch.randn(drawing.latent_shape, generator=torch.Generator().manual_seed(drawing.seed + index)) for index in indices]
+    )
+
+    def velocity(noisy: Tensor, sigma: float, timestep: float) -> Tensor:
+        def predict(condition: Tensor) -> Tensor:
+            times = torch.full((len(indices),), timestep, device=device)
+            with autocast(precision, device):
+                predicted: Tensor = model(noisy.to(drawing.dtype), times, condition, return_dict=False)[0]
+            return predicted.float()
+
+        found = predict(text)
+        return guide(found, predict(empty), drawing.cfg_scale) if needs_unconditional(drawing.cfg_scale) else found
+
+    solver = SOLVERS[drawing.solver]
+    was_training = model.training
+    model.eval()
+    latents = integrate(solver.steps, velocity, noise.to(device), solver.schedule(drawing.num_steps, drawing.shift))
+    model.train(was_training)
+    return latents
