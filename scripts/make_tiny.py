@@ -49,7 +49,7 @@ def make(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     start = output / "start"
     if not start.exists():
-        write_random_pipeline(start, find_size("tiny"))
+        write_random_pipeline(start, find_size("tiny-world"))
     shape = f"1+{FRAMES}x{SIDE}x{SIDE}"
     common = ["--width", str(SIDE), "--height", str(SIDE), "--frames", str(FRAMES), "--max_aspect", "1"]
     common += ["--device", arguments.device]

@@ -37,12 +37,21 @@ class CacheFile:
 
     def metadata(self) -> Mapping[str, str]:
         """Return the metadata; raise ``CheckpointError`` for a file that is absent, damaged or of another kind."""
+        return self._open().metadata
+
+    def read(self, requirements: Sequence[Requirement]) -> tuple[Tensor, Mapping[str, str]]:
+        """Return the tensor and the metadata; raise ``CheckpointError`` if these are not what is required."""
+        weights = self._open()
+        self._check(weights.metadata, requirements)
+        return weights.read(self.key), weights.metadata
+
+    def _open(self) -> SafetensorsWeights:
         if not self.path.is_file():
             raise CheckpointError(f"{self.path} does not exist.", why="it has not been encoded yet.", fix=ENCODE_FIRST)
         weights = SafetensorsWeights(self.path, [self.path])
         if self.key not in weights.entries:
             raise CheckpointError(f"{self.path} has no tensor '{self.key}'.", fix="Remove the file, then encode again.")
-        return weights.metadata
+        return weights
 
     def problem(self, requirements: Sequence[Requirement]) -> str | None:
         """Say why the file cannot be used; None if it can."""
@@ -52,13 +61,10 @@ class CacheFile:
             return error.what.rstrip(".")
         return next((f"{self.path} {each.otherwise}" for each in requirements if metadata.get(each.field) != each.value), None)
 
-    def require(self, requirements: Sequence[Requirement]) -> Mapping[str, str]:
-        """Return the metadata; raise ``CheckpointError`` if they are not what is required."""
-        metadata = self.metadata()
+    def _check(self, metadata: Mapping[str, str], requirements: Sequence[Requirement]) -> None:
         for each in requirements:
             if metadata.get(each.field) != each.value:
                 raise CheckpointError(f"{self.path} {each.otherwise}.", fix=ENCODE_FIRST)
-        return metadata
 
     def write(self, values: Tensor, metadata: Mapping[str, str]) -> None:
         """Write the file; it has its name only when complete."""

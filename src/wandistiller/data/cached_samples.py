@@ -15,7 +15,12 @@ from wandistiller.data.sources import Source
 from wandistiller.data.text_cache import EMPTY_NAME, TextCache
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.models.text_padding import trim_padding
+from wandistiller.terminal import progress
 from wandistiller.units import Bytes
+
+_FEW_SAMPLES = 256
+# Reading at first holds everything twice, and captions differ in length.
+_SAFETY = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,11 @@ class Randomness:
 
 
 class CachedSamples(SourceSamples):
-    """Reads samples by number; what fits the budget stays in memory after the first time."""
+    """Reads samples by number; what fits the budget stays in memory after the first time.
+
+    Thousands of small files cost more to open than to train on: ``preload`` reads a set that fits before workers start, so
+    that they share one copy.
+    """
 
     def __init__(
         self,
@@ -50,10 +59,27 @@ class CachedSamples(SourceSamples):
         self._latents = latents
         self._text_width = text_width
         self._randomness = randomness
-        self._room = int(memory)
+        self._budget = self._room = int(memory)
         self._kept: dict[tuple[str, int], Tensor] = {}
         self.trims_text = trims_text
         self.empty_text = self._read_text(EMPTY_NAME, "")
+
+    def preload(self) -> None:
+        """Read everything, if it fits the budget by the size of the first samples; else read it as it is asked for."""
+        some = range(0, len(self), max(len(self) // 16, 1))
+        per_sample = sum(self.latents(index).nbytes + self.text(index).nbytes for index in some) / len(some)
+        if len(self) < _FEW_SAMPLES or per_sample * len(self) > _SAFETY * self._budget:
+            return
+        with progress("Reading caches", len(self), "sample") as advance:
+            for index in range(len(self)):
+                self.latents(index)
+                self.text(index)
+                advance()
+        # In one piece of shared memory: a piece for each would be too many for the system.
+        together = torch.cat([value.reshape(-1) for value in self._kept.values()]).share_memory_()
+        pieces = together.split([value.numel() for value in self._kept.values()])
+        shapes = [value.shape for value in self._kept.values()]
+        self._kept = {key: piece.view(shape) for key, piece, shape in zip(self._kept, pieces, shapes, strict=True)}
 
     def latents(self, index: int) -> Tensor:
         """Return a sample's latents (channels, frames, height, width), normalised."""

@@ -70,8 +70,8 @@ class LatentCache:
         The media are not looked at here; ``check`` does that once for all.
         """
         file = self.file(name)
-        metadata = file.require(self._requirements(bucket))
-        latents = SafetensorsWeights(file.path, [file.path]).read(file.key).to(torch.float32)
+        stored, metadata = file.read(self._requirements(bucket))
+        latents = stored.to(torch.float32)
         if latents.ndim != 4:
             raise CheckpointError(
                 f"{file.path} has latents of shape {list(latents.shape)}.",

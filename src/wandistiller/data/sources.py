@@ -247,8 +247,11 @@ class WorldSource:
         return self.fingerprint(index)
 
     def fingerprint(self, index: int) -> str:
-        # Of what is drawn, so that a change to how the world is drawn shows.
-        return hashlib.sha256(np.ascontiguousarray(self._world(index).frames_of(index)).tobytes()).hexdigest()
+        # What is drawn follows from these; drawing it just to hash it would take longer than most of encoding.
+        from wandistiller.data.world import drawing_version
+
+        size = self.media_size(index)
+        return f"{drawing_version()} {self.caption(index)} {size.frames}x{size.height}x{size.width}"
 
     def _world(self, index: int) -> World:
         return self._worlds[index % len(self._worlds)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from wandistiller.data.cache_files import CacheFile, Requirement, fingerprint_weights, refuse_incomplete
 from wandistiller.data.sources import RESERVED_NAME, Source
 from wandistiller.errors import CheckpointError
-from wandistiller.models.text import read_embeddings
+from wandistiller.models.text import pad_embeddings
 from wandistiller.models.weight_files import open_weights
 
 EMPTY_NAME = RESERVED_NAME
@@ -58,8 +58,8 @@ class TextCache:
     def read(self, name: str, width: int, caption: str | None = None) -> Tensor:
         """Return embeddings (512, ``width``) in float32, padded as the encoder's are; None for ``caption`` takes any."""
         file = self.file(name)
-        file.require(self._requirements(caption))
-        return read_embeddings(file.path, width)[0]
+        stored, _ = file.read(self._requirements(caption))
+        return pad_embeddings(stored, width, file.path, file.key)[0]
 
     def write(self, name: str, caption: str, embeddings: Tensor, *, encoder_path: str) -> None:
         """Write the embeddings (512, width) of one caption, in their dtype."""

@@ -16,6 +16,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +116,7 @@ def possible_motions(place: str, *taken: str) -> tuple[str, ...]:
     return tuple(motion for motion, end in ends.items() if end is not None and end not in taken)
 
 
+@functools.lru_cache(maxsize=2**16)
 def scene_at(index: int, *, seed: int = 0, moving: bool = False, held_out: bool = False) -> Scene:
     """Return the scene with an index: the same one on every machine, each attribute drawn evenly from what is possible."""
     random = np.random.default_rng((seed, index))
@@ -122,6 +124,12 @@ def scene_at(index: int, *, seed: int = 0, moving: bool = False, held_out: bool 
         scene = _draw(random, moving)
         if is_held_out(scene) == held_out:
             return scene
+
+
+@functools.cache
+def drawing_version() -> str:
+    """Return what changes whenever scenes may be drawn or described in another way: a hash of this file."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def _draw(random: np.random.Generator, moving: bool) -> Scene:

@@ -163,6 +163,7 @@ class Monitor:
         self._fold_peak()
         for device in self.devices:
             if device.type == "cuda":
+                torch.cuda.init()  # else this fails where nothing has used the device yet
                 torch.cuda.reset_peak_memory_stats(device)
 
     def _fold_peak(self) -> None:

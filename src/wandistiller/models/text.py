@@ -108,12 +108,17 @@ def read_embeddings(path: Path, width: int) -> Tensor:
             why=f"it holds {shortened(weights.entries) or 'nothing'}.",
             fix="Name the tensor 'embeddings'.",
         )
-    shape = weights.entries[key].shape
+    return pad_embeddings(weights.read(key), width, path, key)
+
+
+def pad_embeddings(stored: Tensor, width: int, path: Path, key: str) -> Tensor:
+    """Return stored embeddings as (prompts, 512, ``width``); raise ``CheckpointError`` for those of another model."""
+    shape = stored.shape
     if len(shape) not in (2, 3) or shape[-1] != width or shape[-2] > MAX_TEXT_TOKENS or 0 in shape:
         raise CheckpointError(
             f"{path}: '{key}' has shape {list(shape)}.",
             why=f"this model takes up to {MAX_TEXT_TOKENS} tokens of width {width}.",
             fix="Encode the prompt with the text encoder that belongs to the model.",
         )
-    embeddings = weights.read(key).to(torch.float32).reshape(-1, shape[-2], width)
+    embeddings = stored.to(torch.float32).reshape(-1, shape[-2], width)
     return torch.nn.functional.pad(embeddings, (0, 0, 0, MAX_TEXT_TOKENS - shape[-2]))

@@ -270,6 +270,7 @@ def _train(
 ) -> Trained:
     config = job.config
     samples = _samples(job, data)
+    samples.preload()
     plan = StepPlan(BatchPlan(samples.buckets, config.batch_size, config.seed), ranks.world_size, config.gradient_accumulation)
     num_steps = config.num_steps or -(-config.num_epochs * plan.plan.batches_per_epoch // plan.batches_per_step)
     parameters = student.trained_parameters
