@@ -28,13 +28,13 @@ def main() -> None:
     """Run the four stages, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/tiny"), help="folder for everything")
-    parser.add_argument("--vae-steps", type=int, default=6000)
+    parser.add_argument("--vae-steps", type=int, default=2000)
     parser.add_argument("--vae-batch", type=int, default=32)
     parser.add_argument("--vae-rate", default="2e-3")
-    parser.add_argument("--steps", type=int, default=16000)
+    parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rate", default="1e-3")
-    parser.add_argument("--samples", type=int, default=40000, help="captioned pictures and clips to train on")
+    parser.add_argument("--samples", type=int, default=20000, help="captioned pictures and clips to train on")
     parser.add_argument("--encoders", type=int, default=4, help="processes that encode at once")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--vae", type=Path, help="a VAE that is trained already")
@@ -60,8 +60,18 @@ def make(arguments: argparse.Namespace) -> None:
             ["train-vae", "--model", str(start), "--from_scratch", "--dataset_path", f"world:200000:{shape}"],
             ["--held_out", f"world-heldout:64:{shape}", "--output_dir", str(output / "vae"), *common],
             ["--num_steps", str(arguments.vae_steps), "--batch_size", str(arguments.vae_batch)],
-            ["--learning_rate", arguments.vae_rate, "--lr_schedule", "cosine", "--warmup_steps", "200"],
-            ["--high_frequency_weight", "1", "--kl_beta", "1e-4", "--use_ema", "--workers", str(arguments.workers)],
+            ["--learning_rate", arguments.vae_rate, "--lr_schedule", "cosine", "--warmup_steps", "100"],
+            [
+                "--high_frequency_weight",
+                "1",
+                "--kl_beta",
+                "1e-4",
+                "--use_ema",
+                "--ema_decay",
+                "0.995",
+                "--workers",
+                str(arguments.workers),
+            ],
             ["--validate_every", str(max(arguments.vae_steps // 6, 1)), "--save_every", "0", "--log_every", "50"],
         )
     learner = output / "learner"

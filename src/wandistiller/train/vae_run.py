@@ -31,6 +31,7 @@ from wandistiller.models.lpips import load_lpips
 from wandistiller.models.pipeline import find_part
 from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.vae_passes import VaePass, encode_distribution
+from wandistiller.models.vae_start import initialise_vae
 from wandistiller.terminal import progress, say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
@@ -180,7 +181,9 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
     if config.from_scratch:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            model = AutoencoderKLWan(**job.vae.config).to(job.device)
+            model = AutoencoderKLWan(**job.vae.config)
+            initialise_vae(model)
+        model.to(job.device)
     else:
         model = load_model(job.vae, dtype=torch.float32, device=job.device)
     model.requires_grad_(True).train()

@@ -192,7 +192,7 @@ def test_another_text_encoder_has_another_fingerprint(tiny_folder, tmp_path, cha
     if change == "weights":
         file = tmp_path / "text_encoder" / "model.safetensors"
         weights = load_file(file)
-        weights["encoder.block.0.layer.1.DenseReluDense.wo.weight"] *= 1.01
+        weights["encoder.block.0.layer.1.DenseReluDense.wo.weight"] += 0.01
         save_file(weights, file, metadata={"format": "pt"})
     elif change == "config":
         file = tmp_path / "text_encoder" / "config.json"
