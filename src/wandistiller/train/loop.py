@@ -94,8 +94,10 @@ class Loop:
         for role in method.roles.values():
             if role.is_trained and ranks.world_size > 1 and role.trained_parameters:
                 devices = [device] if device.type == "cuda" else None
+                together = DistributedDataParallel(role.model, device_ids=devices, find_unused_parameters=not role.uses_all)
                 # Buffers are computed alike from the same weights, so they need no exchange.
-                role.call = DistributedDataParallel(role.model, device_ids=devices, broadcast_buffers=False)
+                together.broadcast_buffers = False
+                role.call = together
 
     @property
     def epoch(self) -> float:

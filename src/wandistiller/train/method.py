@@ -25,6 +25,8 @@ class Role:
     is_trained: bool
     call: Callable[..., Any] | None = None
     """What to call instead of the model, where ranks train it together."""
+    uses_all: bool = True
+    """Whether every trained parameter has a part in every call; of a VAE, the convolutions over time have none in a picture."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.call or self.model)(*args, **kwargs)

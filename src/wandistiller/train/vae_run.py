@@ -191,7 +191,7 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
     if config.torch_compile:
         model.encoder.forward = torch.compile(model.encoder.forward)
         model.decoder.forward = torch.compile(model.decoder.forward)
-    vae = Role("vae", VaePass(model), is_trained=True)
+    vae = Role("vae", VaePass(model), is_trained=True, uses_all=False)
     if not config.gan_training:
         return vae, None
     with torch.random.fork_rng(devices=[]):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
+from wandistiller.models.critic import PatchCritic
 from wandistiller.models.vae_passes import VaePass, latent_shape
 from wandistiller.train.method import Losses, Role, Turn
 from wandistiller.train.vae_losses import (
@@ -90,7 +91,7 @@ class VaeTraining:
         pairs, weights = self._fakes.pop(batch.position), self._weights
         totals, real_words, fake_words = [], [], []
         for wanted, found in pairs:
-            # In one call: ranks allow one forward for each backward.
+            # In one call, which takes less time than two.
             real, fake = self._critic(torch.cat([wanted, found])).float().chunk(2)
             totals.append(hinge_critic(real, fake))
             real_words.append(real.mean())
@@ -134,8 +135,11 @@ class VaeTraining:
     def finish_step(self, ranks: Ranks) -> None:
         """Learn from all gradients of the step, of every batch and rank, how loud the critic is in the next one.
 
-        A scale from each batch's own gradients would make accumulation and ranks another training than the large batch.
+        A scale from each batch's own gradients would make accumulation and ranks another training than the large batch, and so
+        would spectral norms that follow the critic in every call.
         """
+        if self._critic is not None:
+            cast(PatchCritic, self._critic.model).update_norms()
         if self._gradients:
             count = ranks.mean(torch.tensor(float(self._num_noted)))
             for_closeness, for_word = (ranks.mean(gradient.cpu()) / count for gradient in self._gradients)
