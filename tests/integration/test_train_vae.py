@@ -10,7 +10,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wandistiller.api import sample, train_vae
-from wandistiller.errors import UsageError
+from wandistiller.checkpoint.training_state import TrainingStates, load_state
+from wandistiller.errors import TrainingError, UsageError
+from wandistiller.models import vae_passes
+from wandistiller.models.critic import PatchCritic
+from wandistiller.models.vae_passes import decode_unclamped
+from wandistiller.train import vae_run
 
 WORLD = {"dataset_path": "world:6:1x32x32", "width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {"model": "tiny", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
@@ -53,6 +58,41 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
     train_vae(**QUICK, **options, output_dir=tmp_path / "cut", num_steps=4, resume="auto")
     first, second = weights(tmp_path / "straight"), weights(tmp_path / "cut")
     assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+class PoisonedCritic(PatchCritic):
+    """Breaks down after the third step."""
+
+    num_updates = 0
+
+    def update_norms(self):
+        super().update_norms()
+        self.num_updates += 1
+        if self.num_updates == 3:
+            self.layers[1].conv.parametrizations.weight.original.data[0, 0] = float("nan")
+
+
+@pytest.mark.parametrize("gan_start", [0, 100], ids=["listened to", "not listened to yet"])
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_critic_that_is_not_finite_stops_the_run_by_name(tmp_path, monkeypatch, gan_start, log_every):
+    monkeypatch.setattr(vae_run, "PatchCritic", PoisonedCritic)
+    options = {**QUICK, "log_every": log_every, "gan_training": True, "critic_width": 4, "gan_start": gan_start}
+    with pytest.raises(TrainingError, match=r"of role 'critic' is nan at step 4, on world-\w+, world-") as caught:
+        train_vae(**options, critic_learning_rate=2e-4, output_dir=tmp_path, num_steps=6)
+    for change in ("--critic-learning-rate below 0.0002", "--r1-gamma above 5", "--r1-interval below 16"):
+        assert change in caught.value.fix
+    newest = TrainingStates(tmp_path / "states", 2).newest()
+    assert newest.name == "step-00000002", "what is kept is from before"
+    assert all(torch.isfinite(value).all() for value in load_state(newest).tensors.values())
+
+
+def test_a_vae_that_is_not_finite_is_not_blamed_on_the_critic(tmp_path, monkeypatch):
+    def broken(vae, latents):
+        return decode_unclamped(vae, latents) * float("nan")
+
+    monkeypatch.setattr(vae_passes, "decode_unclamped", broken)
+    with pytest.raises(TrainingError, match="'reconstruction' of role 'vae' is nan at step 1"):
+        train_vae(**QUICK, gan_training=True, critic_width=4, output_dir=tmp_path, num_steps=1)
 
 
 def test_checkpointing_does_not_change_what_is_learnt(tmp_path):

@@ -36,7 +36,7 @@ from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.loop import Loop, LoopOptions
 from wandistiller.train.memory_watch import WatchMemory
-from wandistiller.train.method import Role
+from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights
 from wandistiller.train.metrics import ShowProgress, WriteMetrics
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
@@ -197,7 +197,21 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed + 1)
         critic = PatchCritic(base_width=config.critic_width)
-    return vae, Role("critic", critic.to(job.device).train(), is_trained=True)
+    return vae, Role("critic", critic.to(job.device).train(), is_trained=True, advice=_critic_advice(job))
+
+
+def _critic_advice(job: _Job) -> Advice:
+    config = job.config
+    rate = config.learning_rate if config.critic_learning_rate is None else config.critic_learning_rate
+    changes = [f"--critic-learning-rate below {rate:g}", f"--r1-gamma above {config.r1_gamma:g}"]
+    if config.r1_interval > 1:
+        changes.append(f"--r1-interval below {config.r1_interval}")
+    if job.precision != "no":
+        changes.append(f"--mixed-precision {'bf16' if job.precision == 'fp16' else 'no'}")
+    return Advice(
+        why="the critic learns too fast, its gradient penalty is too weak, 16 bits ran over, or a sample is broken.",
+        fix=f"Resume from the last state with {', '.join(changes[:-1])} or {changes[-1]}; look at these samples.",
+    )
 
 
 def _weights(config: TrainVaeConfig) -> VaeWeights:

@@ -83,7 +83,11 @@ class VaeTraining:
         found = [self._losses_at(batch, pixels) for pixels in self._at_sizes(batch.tensors["pixels"])]
         total = torch.stack([losses.total for losses in found]).mean()
         metrics = {name: torch.stack([losses.metrics[name] for losses in found]).mean() for name in found[0].metrics}
-        return Losses(total, metrics)
+        # A critic that is broken breaks the VAE's loss before its own; pixels that are not finite break its word.
+        culprits = {"reconstruction": self._vae.name, "kl": self._vae.name}
+        if self._critic is not None and "adversarial" in metrics:
+            culprits["adversarial"] = self._critic.name
+        return Losses(total, metrics, culprits)
 
     def critic_losses(self, batch: Batch) -> Losses:
         """Return the critic's hinge loss and, every so often, R1 on the real ones."""
@@ -98,6 +102,8 @@ class VaeTraining:
             fake_words.append(fake.mean())
         losses = Losses(torch.stack(totals).mean())
         losses.metrics = {"critic/real": torch.stack(real_words).mean(), "critic/fake": torch.stack(fake_words).mean()}
+        # Beside the loss, which is 0 where these are infinite in the right direction.
+        losses.culprits = dict.fromkeys(losses.metrics, self._critic.name)
         if weights.r1_gamma and batch.step % weights.r1_interval == 0:
             with torch.autocast(pairs[0][0].device.type, enabled=False):  # its second derivatives run over in 16 bits
                 real_pixels = pairs[0][0].float()
