@@ -7,12 +7,12 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from wandistiller.api import sample, train_vae
 from wandistiller.checkpoint.training_state import TrainingStates, load_state
 from wandistiller.errors import TrainingError, UsageError
-from wandistiller.models import vae_passes
+from wandistiller.models import lpips, vae_passes
 from wandistiller.models.critic import PatchCritic
 from wandistiller.models.vae_passes import decode_unclamped
 from wandistiller.train import vae_run
@@ -58,6 +58,19 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
     train_vae(**QUICK, **options, output_dir=tmp_path / "cut", num_steps=4, resume="auto")
     first, second = weights(tmp_path / "straight"), weights(tmp_path / "cut")
     assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+def test_lpips_is_learnt_from_and_measured(tmp_path, monkeypatch):
+    widths, file = (4, 4, 8, 8, 8), tmp_path / "lpips.safetensors"
+    save_file(lpips.Lpips(widths=widths).state_dict(), file)
+    monkeypatch.setattr(lpips, "VGG16_WIDTHS", widths)
+    monkeypatch.setattr(lpips, "lpips_file", lambda: file)
+    options = {"use_lpips": True, "lpips_checkpointing": True, "held_out": "world-heldout:2:1x32x32"}
+    done = train_vae(**QUICK, **options, output_dir=tmp_path / "run", num_steps=1)
+    assert done.quality["held_out/lpips"] > 0
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    total = line["reconstruction"] + line["perceptual"] + 1e-6 * line["kl"]
+    assert line["loss"] == pytest.approx(total, rel=1e-5)
 
 
 class PoisonedCritic(PatchCritic):

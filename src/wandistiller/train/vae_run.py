@@ -27,7 +27,7 @@ from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.critic import PatchCritic
 from wandistiller.models.devices import find_device
 from wandistiller.models.load import load_model
-from wandistiller.models.lpips import load_lpips
+from wandistiller.models.lpips import load_lpips, open_lpips
 from wandistiller.models.pipeline import find_part
 from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.vae_passes import VaePass, encode_distribution
@@ -67,7 +67,6 @@ class _Job:
     precision: MixedPrecision
     samples: PixelSamples
     held_out: PixelSamples | None
-    perceptual: Perceptual | None
 
 
 def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
@@ -90,7 +89,8 @@ def _prepare(config: TrainVaeConfig) -> _Job:
     precision: MixedPrecision = "fp16" if config.use_fp16 else "bf16" if device.type == "cuda" else "no"
     if config.mixed_precision != "auto":
         precision = config.mixed_precision
-    perceptual = load_lpips(checkpointing=config.lpips_checkpointing).to(device) if config.use_lpips else None
+    if config.use_lpips:
+        open_lpips()
     return _Job(
         config=config,
         device=device,
@@ -98,7 +98,6 @@ def _prepare(config: TrainVaeConfig) -> _Job:
         precision=precision,
         samples=_open(config, config.dataset_path, buckets, mirror=config.mirror),
         held_out=_open(config, config.held_out, buckets) if config.held_out else None,
-        perceptual=perceptual,
     )
 
 
@@ -116,6 +115,10 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> Traine
     config = job.config
     with monitor.phase("loading", "vae"):
         vae, critic = _make_roles(job)
+    perceptual: Perceptual | None = None
+    if config.use_lpips:
+        with monitor.phase("loading", "perceptual"):
+            perceptual = load_lpips(checkpointing=config.lpips_checkpointing).to(job.device)
     batches = BatchPlan(job.samples.buckets, config.batch_size, config.seed)
     plan = StepPlan(batches, ranks.world_size, config.gradient_accumulation)
     num_steps = config.num_steps or -(-config.num_epochs * plan.plan.batches_per_epoch // plan.batches_per_step)
@@ -123,7 +126,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> Traine
         vae,
         _weights(config),
         critic=critic,
-        perceptual=job.perceptual,
+        perceptual=perceptual,
         reduced_min_sizes=config.reduced_min_sizes,
         repeats=config.training_steps,
     )
@@ -144,7 +147,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> Traine
             config.output_dir / "reconstructions",
             every=config.validate_every,
             average=average,
-            perceptual=job.perceptual,
+            perceptual=perceptual,
         )
         callbacks.append(measure)
     callbacks.append(ShowProgress(monitor.line))
