@@ -116,6 +116,16 @@ def test_checkpointing_does_not_change_what_is_learnt(tmp_path):
         torch.testing.assert_close(weights(tmp_path / "checkpointed")[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_channels_last_is_the_same_training(tmp_path):
+    both = {**QUICK, "dataset_path": "world:4:1+5x32x32", "frames": (5,)}
+    losses = []
+    for is_last in (False, True):
+        folder = tmp_path / str(is_last)
+        train_vae(**both, output_dir=folder, num_steps=2, channels_last=is_last)
+        losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

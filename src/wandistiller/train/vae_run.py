@@ -30,7 +30,7 @@ from wandistiller.models.load import load_model
 from wandistiller.models.lpips import load_lpips, open_lpips
 from wandistiller.models.pipeline import find_part
 from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
-from wandistiller.models.vae_passes import VaePass, encode_distribution
+from wandistiller.models.vae_passes import VaePass, encode_distribution, lay_channels_last
 from wandistiller.terminal import progress, say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
@@ -188,7 +188,7 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
         model = load_model(job.vae, dtype=torch.float32, device=job.device)
     model.requires_grad_(True).train()
     if config.channels_last:
-        model.to(memory_format=torch.channels_last_3d)
+        lay_channels_last(model)
     if config.vae_gradient_checkpointing:
         checkpoint_vae(model)
     if config.torch_compile:
