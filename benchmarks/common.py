@@ -100,13 +100,18 @@ def measure(what: str, way: str, run: Callable[[], object], *, warmup: int = 1, 
         row = Measurement(what, way, statistics.median(times), note=note)
     except torch.OutOfMemoryError:
         row = Measurement(what, way, None, note="out of memory")
+    return with_memory(row)
+
+
+def with_memory(row: Measurement) -> Measurement:
+    """Add the peaks of memory since the last ``release`` to a row, and print it."""
     if DEVICE.type == "cuda":
         row.peak_gib = torch.cuda.max_memory_allocated() / 2**30
         row.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
     row.page_locked_gib = page_locked_bytes() / 2**30
     seconds = "out of memory" if row.seconds is None else f"{row.seconds:8.4f} s"
     print(
-        f"{what:32} {way:44} {seconds:14} peak {row.peak_gib:7.2f} reserved {row.reserved_gib:7.2f} GiB "
+        f"{row.what:32} {row.way:44} {seconds:14} peak {row.peak_gib:7.2f} reserved {row.reserved_gib:7.2f} GiB "
         f"page-locked {row.page_locked_gib:6.2f} GiB {row.note}",
         flush=True,
     )

@@ -7,10 +7,15 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from wandistiller.api import sample, train_vae
-from wandistiller.errors import UsageError
+from wandistiller.checkpoint.training_state import TrainingStates, load_state
+from wandistiller.errors import TrainingError, UsageError
+from wandistiller.models import lpips, vae_passes
+from wandistiller.models.critic import PatchCritic
+from wandistiller.models.vae_passes import decode_unclamped
+from wandistiller.train import vae_run
 
 WORLD = {"dataset_path": "world:6:1x32x32", "width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {"model": "tiny", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
@@ -55,12 +60,70 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
     assert all(torch.equal(second[name], value) for name, value in first.items())
 
 
+def test_lpips_is_learnt_from_and_measured(tmp_path, monkeypatch):
+    widths, file = (4, 4, 8, 8, 8), tmp_path / "lpips.safetensors"
+    save_file(lpips.Lpips(widths=widths).state_dict(), file)
+    monkeypatch.setattr(lpips, "VGG16_WIDTHS", widths)
+    monkeypatch.setattr(lpips, "lpips_file", lambda: file)
+    options = {"use_lpips": True, "lpips_checkpointing": True, "held_out": "world-heldout:2:1x32x32"}
+    done = train_vae(**QUICK, **options, output_dir=tmp_path / "run", num_steps=1)
+    assert done.quality["held_out/lpips"] > 0
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    total = line["reconstruction"] + line["perceptual"] + 1e-6 * line["kl"]
+    assert line["loss"] == pytest.approx(total, rel=1e-5)
+
+
+class PoisonedCritic(PatchCritic):
+    """Breaks down after the third step."""
+
+    num_updates = 0
+
+    def update_norms(self):
+        super().update_norms()
+        self.num_updates += 1
+        if self.num_updates == 3:
+            self.layers[1].conv.parametrizations.weight.original.data[0, 0] = float("nan")
+
+
+@pytest.mark.parametrize("gan_start", [0, 100], ids=["listened to", "not listened to yet"])
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_critic_that_is_not_finite_stops_the_run_by_name(tmp_path, monkeypatch, gan_start, log_every):
+    monkeypatch.setattr(vae_run, "PatchCritic", PoisonedCritic)
+    options = {**QUICK, "log_every": log_every, "gan_training": True, "critic_width": 4, "gan_start": gan_start}
+    with pytest.raises(TrainingError, match=r"of role 'critic' is nan at step 4, on world-\w+, world-") as caught:
+        train_vae(**options, critic_learning_rate=2e-4, output_dir=tmp_path, num_steps=6)
+    for change in ("--critic-learning-rate below 0.0002", "--r1-gamma above 5", "--r1-interval below 16"):
+        assert change in caught.value.fix
+    newest = TrainingStates(tmp_path / "states", 2).newest()
+    assert newest.name == "step-00000002", "what is kept is from before"
+    assert all(torch.isfinite(value).all() for value in load_state(newest).tensors.values())
+
+
+def test_a_vae_that_is_not_finite_is_not_blamed_on_the_critic(tmp_path, monkeypatch):
+    def broken(vae, latents):
+        return decode_unclamped(vae, latents) * float("nan")
+
+    monkeypatch.setattr(vae_passes, "decode_unclamped", broken)
+    with pytest.raises(TrainingError, match="'reconstruction' of role 'vae' is nan at step 1"):
+        train_vae(**QUICK, gan_training=True, critic_width=4, output_dir=tmp_path, num_steps=1)
+
+
 def test_checkpointing_does_not_change_what_is_learnt(tmp_path):
     clips = {**QUICK, "dataset_path": "world:4:5x32x32", "frames": (5,)}
     train_vae(**clips, output_dir=tmp_path / "plain", num_steps=2)
     train_vae(**clips, output_dir=tmp_path / "checkpointed", num_steps=2, vae_gradient_checkpointing=True)
     for name, value in weights(tmp_path / "plain").items():
         torch.testing.assert_close(weights(tmp_path / "checkpointed")[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_channels_last_is_the_same_training(tmp_path):
+    both = {**QUICK, "dataset_path": "world:4:1+5x32x32", "frames": (5,)}
+    losses = []
+    for is_last in (False, True):
+        folder = tmp_path / str(is_last)
+        train_vae(**both, output_dir=folder, num_steps=2, channels_last=is_last)
+        losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ class PatchCritic(nn.Module):
     There is no batch norm: it would let the samples of a batch score each other, where the gradient penalty is of each sample
     alone, and clips are large enough that a batch is often one.
 
-    While training, every call first takes one step towards the spectral norms, in the buffers ``_u`` and ``_v``.
+    The spectral norms are estimates, in the buffers ``_u`` and ``_v``, which follow the weights when ``update_norms`` is called
+    and not, as usual, in every call: else calls would change each other's logits, and a step whose batch is split over calls
+    or ranks would be another step.
     """
 
     def __init__(self, *, base_width: int = 64, num_layers: int = 3, in_channels: int = 3) -> None:
@@ -45,17 +47,29 @@ class PatchCritic(nn.Module):
         ]
         layers.append(CriticLayer(widths[-1], 1, stride=1, is_last=True))
         self.layers = nn.ModuleList(layers)
+        self.train()
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the logits; raises ``ValueError`` for pixels that are no clip or too small to hold a patch."""
         self._check(pixels)
         hidden = pixels
         for layer in self.layers:
-            # The norm is estimated from a product of matrices that 16 bits are too few for.
-            with torch.autocast(pixels.device.type, enabled=False):
-                weight = layer.conv.weight
-            hidden = layer(hidden, weight)
+            hidden = layer(hidden)
         return hidden
+
+    def train(self, mode: bool = True) -> PatchCritic:
+        super().train(mode)
+        for layer in self.layers:
+            layer.conv.parametrizations.eval()
+        return self
+
+    @torch.no_grad()
+    def update_norms(self) -> None:
+        """Bring the estimates of the spectral norms closer to the weights as they are now; call it once after every change."""
+        for layer in self.layers:
+            layer.conv.parametrizations.train()
+            layer.conv.parametrizations["weight"]()
+            layer.conv.parametrizations.eval()
 
     def _check(self, pixels: Tensor) -> None:
         if pixels.ndim != 5 or pixels.shape[1] != self.in_channels or pixels.shape[2] < 1:
@@ -71,19 +85,18 @@ class PatchCritic(nn.Module):
 
 
 class CriticLayer(nn.Module):
-    """A convolution over three frames and 4x4 pixels, then a leaky rectifier unless it is the last.
-
-    The weight is given from outside: reading ``conv.weight`` moves the estimate of its norm on, so a layer that read it again
-    when its activations are recomputed for the backward pass would recompute other ones.
-    """
+    """A convolution over three frames and 4x4 pixels, then a leaky rectifier unless it is the last."""
 
     def __init__(self, width: int, wider: int, *, stride: int, is_last: bool = False) -> None:
         super().__init__()
         self.conv = spectral_norm(nn.Conv3d(width, wider, (3, 4, 4), stride=(1, stride, stride), padding=(0, 1, 1)))
         self.is_last = is_last
 
-    def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the next layer's input for this ``weight``, which has its norm held."""
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the next layer's input."""
+        # The norm is estimated from a product of matrices that 16 bits are too few for.
+        with torch.autocast(hidden.device.type, enabled=False):
+            weight = self.conv.weight
         # Not through replicate padding, whose backward pass has no fixed order on CUDA.
         hidden = torch.cat([hidden[:, :, :1], hidden, hidden[:, :, -1:]], dim=2)
         hidden = functional.conv3d(hidden, weight, self.conv.bias, self.conv.stride, self.conv.padding)

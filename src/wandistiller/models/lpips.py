@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wandistiller.errors import CheckpointError, UsageError, shortened
 from wandistiller.models.lpips_weights import HOW_TO_GET_THEM, VGG16_DEPTHS, VGG16_WIDTHS, lpips_file
-from wandistiller.models.weight_files import open_weights
+from wandistiller.models.weight_files import Weights, open_weights
 
 # The mean and std of ImageNet as the authors of LPIPS rounded them, for pixels from -1 to 1.
 _SHIFT = (-0.030, -0.088, -0.188)
@@ -121,20 +121,27 @@ def _check(pixels: Tensor, reference: Tensor) -> None:
         )
 
 
-def load_lpips(path: Path | None = None, checkpointing: bool = False) -> Lpips:
-    """Return LPIPS with the published weights from the user's cache or from ``path``, on the CPU in float32."""
+def open_lpips(path: Path | None = None) -> Weights:
+    """Return the published weights in the user's cache or in ``path``, of which only the header is read and checked."""
     path = path or lpips_file()
     if not path.is_file():
         raise UsageError("The weights of LPIPS are not here.", why=f"{path} does not exist.", fix=HOW_TO_GET_THEM)
     weights = open_weights(path)
-    with torch.random.fork_rng(devices=[]):  # a loss that is switched on should not change what is drawn in a training
-        lpips = Lpips(widths=VGG16_WIDTHS, checkpointing=checkpointing)
-    wanted = {name: tuple(tensor.shape) for name, tensor in lpips.state_dict().items()}
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in Lpips(widths=VGG16_WIDTHS).state_dict().items()}
     found = {name: entry.shape for name, entry in weights.entries.items()}
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if wrong:
         raise CheckpointError(
             f"{path} does not hold the weights of LPIPS.", why=f"wrong: {shortened(wrong)}.", fix=HOW_TO_GET_THEM
         )
-    lpips.load_state_dict({name: weights.read(name) for name in wanted})
+    return weights
+
+
+def load_lpips(path: Path | None = None, checkpointing: bool = False) -> Lpips:
+    """Return LPIPS with the published weights from the user's cache or from ``path``, on the CPU in float32."""
+    weights = open_lpips(path)
+    with torch.random.fork_rng(devices=[]):  # a loss that is switched on should not change what is drawn in a training
+        lpips = Lpips(widths=VGG16_WIDTHS, checkpointing=checkpointing)
+    lpips.load_state_dict({name: weights.read(name) for name in weights.entries})
     return lpips

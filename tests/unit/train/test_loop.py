@@ -11,6 +11,7 @@ from wandistiller.checkpoint.training_state import load_state
 from wandistiller.data.loader import load_steps
 from wandistiller.errors import TrainingError
 from wandistiller.train.callbacks import Callback
+from wandistiller.train.method import Advice, Role
 
 
 def equal(found, expected):
@@ -134,6 +135,46 @@ def test_a_loss_that_is_not_a_number_stops_with_the_batch_named(tmp_path, save_e
     newest = loop._states.newest()
     if newest is not None:  # what was saved is from before
         assert all(torch.isfinite(value).all() for value in load_state(newest).tensors.values())
+
+
+class Blaming(ToyMethod):
+    """Its metric runs over in the third step, through another role's fault, and its loss does not; or its gradients do."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.roles["judge"] = Role("judge", torch.nn.Identity(), is_trained=False, advice=Advice("it is new.", "Wait."))
+        self._what = what
+
+    def losses(self, batch):
+        losses = super().losses(batch)
+        losses.culprits = {"error": "judge"}
+        if batch.step == 2 and self._what == "metric":
+            losses.metrics["error"] = losses.metrics["error"] * float("inf")
+        if batch.step == 2 and self._what == "gradient":
+            weight = self.student.model[0].weight
+            losses.total = losses.total + (weight - weight.detach()).abs().sqrt().sum()  # 0, and its slope infinite
+        return losses
+
+
+@pytest.mark.parametrize(
+    ("what", "message", "fix"),
+    [
+        ("metric", r"The metric 'error' of role 'judge' is inf at step 3, on sample-\d, sample-\d\.\n  why: it is new", "Wait"),
+        (
+            "gradient",
+            r"The norm of all gradients of role 'student' is nan at step 3, on sample-\d, sample-\d\.",
+            "--learning-rate",
+        ),
+    ],
+)
+def test_what_is_not_finite_is_blamed_on_its_role_before_anything_is_saved(tmp_path, what, message, fix):
+    loop = make_loop(tmp_path, steps=5, method=Blaming(what), log_every=100, save_every=1)
+    with pytest.raises(TrainingError, match=message) as caught:
+        loop.run()
+    assert fix in caught.value.fix
+    newest = loop._states.newest()
+    assert newest.name == "step-00000002"
+    assert all(torch.isfinite(value).all() for value in load_state(newest).tensors.values())
 
 
 class Interrupt(Callback):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
+from wandistiller.models.critic import PatchCritic
 from wandistiller.models.vae_passes import VaePass, latent_shape
 from wandistiller.train.method import Losses, Role, Turn
 from wandistiller.train.vae_losses import (
@@ -82,7 +83,11 @@ class VaeTraining:
         found = [self._losses_at(batch, pixels) for pixels in self._at_sizes(batch.tensors["pixels"])]
         total = torch.stack([losses.total for losses in found]).mean()
         metrics = {name: torch.stack([losses.metrics[name] for losses in found]).mean() for name in found[0].metrics}
-        return Losses(total, metrics)
+        # A critic that is broken breaks the VAE's loss before its own; pixels that are not finite break its word.
+        culprits = {"reconstruction": self._vae.name, "kl": self._vae.name}
+        if self._critic is not None and "adversarial" in metrics:
+            culprits["adversarial"] = self._critic.name
+        return Losses(total, metrics, culprits)
 
     def critic_losses(self, batch: Batch) -> Losses:
         """Return the critic's hinge loss and, every so often, R1 on the real ones."""
@@ -90,13 +95,15 @@ class VaeTraining:
         pairs, weights = self._fakes.pop(batch.position), self._weights
         totals, real_words, fake_words = [], [], []
         for wanted, found in pairs:
-            # In one call: ranks allow one forward for each backward.
+            # In one call, which takes less time than two.
             real, fake = self._critic(torch.cat([wanted, found])).float().chunk(2)
             totals.append(hinge_critic(real, fake))
             real_words.append(real.mean())
             fake_words.append(fake.mean())
         losses = Losses(torch.stack(totals).mean())
         losses.metrics = {"critic/real": torch.stack(real_words).mean(), "critic/fake": torch.stack(fake_words).mean()}
+        # Beside the loss, which is 0 where these are infinite in the right direction.
+        losses.culprits = dict.fromkeys(losses.metrics, self._critic.name)
         if weights.r1_gamma and batch.step % weights.r1_interval == 0:
             with torch.autocast(pairs[0][0].device.type, enabled=False):  # its second derivatives run over in 16 bits
                 real_pixels = pairs[0][0].float()
@@ -134,8 +141,11 @@ class VaeTraining:
     def finish_step(self, ranks: Ranks) -> None:
         """Learn from all gradients of the step, of every batch and rank, how loud the critic is in the next one.
 
-        A scale from each batch's own gradients would make accumulation and ranks another training than the large batch.
+        A scale from each batch's own gradients would make accumulation and ranks another training than the large batch, and so
+        would spectral norms that follow the critic in every call.
         """
+        if self._critic is not None:
+            cast(PatchCritic, self._critic.model).update_norms()
         if self._gradients:
             count = ranks.mean(torch.tensor(float(self._num_noted)))
             for_closeness, for_word = (ranks.mean(gradient.cpu()) / count for gradient in self._gradients)

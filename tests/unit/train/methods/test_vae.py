@@ -7,7 +7,7 @@ from diffusers import AutoencoderKLWan
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.models.critic import PatchCritic
-from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, latent_shape
+from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, latent_shape, lay_channels_last
 from wandistiller.train.method import Role
 from wandistiller.train.methods.vae import VaeTraining, VaeWeights
 
@@ -42,6 +42,18 @@ def test_the_passes_are_diffusers_own_but_for_the_clamp(vae, frames):
         assert mean.shape[1:] == latent_shape(vae.config, tuple(pixels.shape))
         found = decode_unclamped(vae, mean)
         assert torch.equal(found.clamp(-1, 1), vae.decode(mean).sample)
+
+
+def test_channels_last_gives_the_same_gradients(vae):
+    pixels, noise, gradients = batch(frames=5).tensors["pixels"], torch.randn(2, 8, 2, 4, 4), []
+    for is_last in (False, True):
+        if is_last:
+            lay_channels_last(vae)
+        found = VaePass(vae)(pixels, noise)[0]
+        gradients.append(torch.autograd.grad((found - pixels).square().mean(), list(vae.parameters()), allow_unused=True))
+    assert vae.decoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    for last, plain in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(last, plain, rtol=1e-3, atol=1e-5)
 
 
 def test_each_turn_trains_its_own_role(vae):
