@@ -28,7 +28,7 @@ def main() -> None:
     """Run the four stages, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/tiny"), help="folder for everything")
-    parser.add_argument("--vae-steps", type=int, default=2000)
+    parser.add_argument("--vae-steps", type=int, default=8000)
     parser.add_argument("--vae-batch", type=int, default=32)
     parser.add_argument("--vae-rate", default="2e-3")
     parser.add_argument("--steps", type=int, default=8000)
@@ -36,10 +36,10 @@ def main() -> None:
     parser.add_argument("--rate", default="1e-3")
     parser.add_argument("--samples", type=int, default=20000, help="captioned pictures and clips to train on")
     parser.add_argument("--encoders", type=int, default=4, help="processes that encode at once")
-    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--workers", type=int, default=10)
     parser.add_argument("--vae", type=Path, help="a VAE that is trained already")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
+    parser.add_argument("--graphs", action="store_true", help="replay recorded computations; needs a CUDA device")
     arguments = parser.parse_args()
     make(arguments)
 
@@ -53,6 +53,7 @@ def make(arguments: argparse.Namespace) -> None:
     shape = f"1+{FRAMES}x{SIDE}x{SIDE}"
     common = ["--width", str(SIDE), "--height", str(SIDE), "--frames", str(FRAMES), "--max_aspect", "1"]
     common += ["--device", arguments.device]
+    graphs = ["--cuda_graphs"] if arguments.graphs else []
     run = Commands(output / "commands.txt")
     vae = arguments.vae or output / "vae" / "vae"
     if arguments.vae is None:
@@ -60,19 +61,10 @@ def make(arguments: argparse.Namespace) -> None:
             ["train-vae", "--model", str(start), "--from_scratch", "--dataset_path", f"world:200000:{shape}"],
             ["--held_out", f"world-heldout:64:{shape}", "--output_dir", str(output / "vae"), *common],
             ["--num_steps", str(arguments.vae_steps), "--batch_size", str(arguments.vae_batch)],
-            ["--learning_rate", arguments.vae_rate, "--lr_schedule", "cosine", "--warmup_steps", "100"],
-            [
-                "--high_frequency_weight",
-                "1",
-                "--kl_beta",
-                "1e-4",
-                "--use_ema",
-                "--ema_decay",
-                "0.995",
-                "--workers",
-                str(arguments.workers),
-            ],
-            ["--validate_every", str(max(arguments.vae_steps // 6, 1)), "--save_every", "0", "--log_every", "50"],
+            ["--learning_rate", arguments.vae_rate, "--lr_schedule", "cosine", "--warmup_steps", "200"],
+            ["--mixed_precision", "no", "--high_frequency_weight", "1", "--kl_beta", "1e-4"],
+            ["--use_ema", "--ema_decay", "0.998", "--workers", str(arguments.workers), *graphs],
+            ["--validate_every", str(max(arguments.vae_steps // 6, 1)), "--save_every", "0", "--log_every", "100"],
         )
     learner = output / "learner"
     if not learner.exists():
@@ -87,8 +79,8 @@ def make(arguments: argparse.Namespace) -> None:
         ["--held_out", held_out, "--judge_samples", "256", "--output_dir", str(output / "train"), *common],
         ["--num_steps", str(arguments.steps), "--batch_size", str(arguments.batch), "--learning_rate", arguments.rate],
         ["--lr_schedule", "cosine", "--warmup_steps", "500", "--beta2", "0.99", "--sigma_shift", "3", "--use_ema"],
-        ["--validate_every", str(max(arguments.steps // 8, 1)), "--save_every", "0", "--log_every", "50"],
-        ["--workers", str(arguments.workers), *(["--torch_compile"] if arguments.compile else [])],
+        ["--validate_every", str(max(arguments.steps // 8, 1)), "--save_every", "0", "--log_every", "100"],
+        ["--workers", str(arguments.workers), *graphs],
     )
     shutil.copytree(output / "train" / "model", output / "pipeline", dirs_exist_ok=True)
 

@@ -134,6 +134,10 @@ class TrainVaeConfig(CommandConfig):
     channels_last: bool = False
     """Lay pictures out channels last: faster convolutions on some GPUs."""
 
+    cuda_graphs: bool = False
+    """Record the computation of each batch shape once and replay it: a VAE of a few million parameters, whose time goes
+    into launching kernels, trains several times faster. One CUDA device."""
+
     torch_compile: bool = False
     """Compile encoder and decoder: slow first steps, then faster."""
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 
-def latent_shape(vae_config: Mapping[str, Any], frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-    """Return the shape (channels, frames, height, width) of a clip's latents."""
+def latent_shape(vae_config: Mapping[str, Any], pixels: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return the latents' shape (channels, frames, height, width) for pixels of shape (..., frames, height, width)."""
+    frames, height, width = pixels[-3:]
     spatial, temporal = vae_config["scale_factor_spatial"], vae_config["scale_factor_temporal"]
     return vae_config["z_dim"], (frames - 1) // temporal + 1, height // spatial, width // spatial
 

@@ -45,13 +45,6 @@ def lay_channels_last(model: nn.Module) -> None:
             parameter.data = parameter.data.contiguous(memory_format=layouts[parameter.ndim])
 
 
-def latent_shape(config: Any, pixels: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Return the latents' shape (channels, frames, height, width) for pixels of shape (..., frames, height, width)."""
-    frames, height, width = pixels[-3:]
-    spatial, temporal = config["scale_factor_spatial"], config["scale_factor_temporal"]
-    return config["z_dim"], (frames - 1) // temporal + 1, height // spatial, width // spatial
-
-
 def encode_distribution(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and log variance of the latents of pixels (batch, 3, frames, height, width)."""
     distribution = vae.encode(pixels).latent_dist

@@ -46,6 +46,7 @@ from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.drawing import Drawing
 from wandistiller.train.ema import MovingAverage
+from wandistiller.train.graphs import GraphedCalls, check_can_graph
 from wandistiller.train.held_out import MeasureHeldOut
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.loop import Loop, LoopOptions
@@ -122,6 +123,8 @@ def _prepare(config: TrainConfig) -> _Job:
     device = find_device(rank_device(config.device, ranks))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if config.cuda_graphs:
+        check_can_graph(device, ranks)
     pipeline = find_pipeline(config.model, _PARTS)
     if not (pipeline.folder / "model_index.json").is_file():
         raise UsageError(f"{config.model} is not a diffusers pipeline.", fix="Convert it first with wandistiller export.")
@@ -188,7 +191,7 @@ def _folds_padding(job: _Job, data: EncodedData) -> bool:
     """Say whether captions go without their padding: not where samples are as long as videos."""
     config = job.transformer.config
     buckets = {bucket for bucket in data.buckets if bucket is not None}
-    shapes = [latent_shape(data.vae.config, bucket.frames, bucket.height, bucket.width) for bucket in buckets]
+    shapes = [latent_shape(data.vae.config, (bucket.frames, bucket.height, bucket.width)) for bucket in buckets]
     return can_fold_padding(config, max(num_tokens(config, shape) for shape in shapes))
 
 
@@ -280,7 +283,9 @@ def _train(
         optimisation = on_host = HostOptimisation(parameters, placed.stream, options, job.precision, job.device)
         ends.callback(on_host.close)
     else:
-        optimisation = Optimisation(parameters, options, job.precision, job.device)
+        if config.cuda_graphs:
+            student.call = GraphedCalls(student.model, job.precision, job.device)
+        optimisation = Optimisation(parameters, options, job.precision, job.device, keeps_gradients=config.cuda_graphs)
     method = FlowMatching(student, dtype=job.dtype, pixels=_pixel_loss(job, data))
     average = MovingAverage(student.model, parameters, config.ema_decay) if config.use_ema else None
     metrics = WriteMetrics(config.output_dir, monitor.observe)

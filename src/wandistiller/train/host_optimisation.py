@@ -4,6 +4,9 @@ Gradients arrive block by block while backward goes on. Without clipping a block
 beside the backward of the blocks before it. With clipping the norm of all gradients is needed first, so the updates run beside
 the next forward instead, in its order: a block's weights leave for the device when they are new. What is not streamed is
 updated on the device by an optimiser of the ordinary kind.
+
+An update is limited by how fast memory is read and written, so it goes through a block in pieces that stay in the processor's
+caches: a gradient is made float32, used, and the new weights rounded without either going to memory in between.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,19 +29,34 @@ from wandistiller.memory.streaming import BlockStream
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
 from wandistiller.train.schedules import rate_factor
 
+_PIECE = 2**20
+
 
 @dataclass
 class _Block:
-    """One streamed block's trained weights as one flat float32 tensor, with its optimiser."""
+    """One streamed block's trained weights as one flat float32 tensor, with AdamW's moments and the gradient."""
 
     members: list[Member]
     names: list[str]
     offsets: list[int]
-    master: nn.Parameter
-    gradient: Tensor
-    optimiser: torch.optim.Optimizer
+    master: Tensor
+    first_moment: Tensor
+    second_moment: Tensor
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    """Each member's, in float32 if several are added up, else as it arrives."""
+    num_steps: int = 0
     num_arrived: int = 0
     square_norm: float = 0.0
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {"master": self.master, "exp_avg": self.first_moment, "exp_avg_sq": self.second_moment}
+
+    def gradient_in(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Return room for a member's gradient, with what it has or new."""
+        if index not in self.gradients or self.gradients[index].dtype != dtype:
+            self.gradients[index] = torch.empty(self.members[index].shape, dtype=dtype)
+        return self.gradients[index]
 
     def piece(self, flat: Tensor, index: int) -> Tensor:
         """Return a member's part of a flat tensor, in the member's shape."""
@@ -142,8 +160,7 @@ class HostOptimisation:
         tensors, facts = self._rest.state()
         tensors = {f"rest.{name}": tensor for name, tensor in tensors.items()}
         for block in self._blocks:
-            flats = {"master": block.master.detach(), **self._moments(block)}
-            for kind, flat in flats.items():
+            for kind, flat in block.state.items():
                 tensors |= {f"{kind}.{name}": block.piece(flat, index) for index, name in enumerate(block.names)}
         return tensors, {"rest": facts, "number": self._number}
 
@@ -153,15 +170,11 @@ class HostOptimisation:
         rest = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         self._rest.load_state(rest, facts["rest"])
         self._number = facts["number"]
-        with torch.no_grad():
-            for block in self._blocks:
-                state = block.optimiser.state[block.master]
-                state["step"] = torch.tensor(float(self._number))
-                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(block.master) for _ in range(2))
-                flats = {"master": block.master.data, **self._moments(block)}
-                for kind, flat in flats.items():
-                    for index, name in enumerate(block.names):
-                        block.piece(flat, index).copy_(tensors[f"{kind}.{name}"])
+        for block in self._blocks:
+            block.num_steps = self._number
+            for kind, flat in block.state.items():
+                for index, name in enumerate(block.names):
+                    block.piece(flat, index).copy_(tensors[f"{kind}.{name}"])
 
     def _make_block(self, position: int, members: list[Member], names: list[str]) -> _Block:
         sizes = [member.shape.numel() for member in members]
@@ -170,33 +183,25 @@ class HostOptimisation:
         flat = torch.empty(sum(sizes))
         for member, offset, size in zip(members, offsets, sizes, strict=True):
             flat[offset : offset + size].view(member.shape).copy_(values[member.name])
-        master = nn.Parameter(flat)
-        options = self.options
-        optimiser = torch.optim.AdamW(
-            [master], lr=options.rate, betas=options.betas, weight_decay=options.weight_decay, fused=True
-        )
-        return _Block(members, names, offsets, master, torch.zeros(sum(sizes)), optimiser)
-
-    @staticmethod
-    def _moments(block: _Block) -> dict[str, Tensor]:
-        state = block.optimiser.state[block.master]
-        return {kind: state[kind] for kind in ("exp_avg", "exp_avg_sq")} if "exp_avg" in state else {}
+        return _Block(members, names, offsets, flat, torch.zeros_like(flat), torch.zeros_like(flat))
 
     def _arrive(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take a gradient in; called on the thread that gradients arrive on."""
         position, index = self._places[id(parameter)]
         block = self._blocks[position]
-        target = block.piece(block.gradient, index)
+        is_complete = self._expected == self._backwards + 1
         if self._backwards == 0:
+            target = block.gradient_in(index, gradient.dtype if is_complete else torch.float32)
             target.copy_(gradient)
         else:
+            target = block.gradient_in(index, torch.float32)
             target.add_(gradient)
-        if self._expected != self._backwards + 1:
+        if not is_complete:
             return
         if block.num_arrived == 0:
             block.square_norm = 0.0
         block.num_arrived += 1
-        block.square_norm += float(target.square().sum())
+        block.square_norm += sum(float(piece.float().square().sum()) for piece in target.view(-1).split(_PIECE))
         if block.num_arrived == len(block.members):
             block.num_arrived = 0
             if self._clip is None:
@@ -206,22 +211,36 @@ class HostOptimisation:
     def _update(self, position: int, block: _Block, scale: float) -> None:
         """Give a block its new weights, in float32 and where it is streamed from."""
         try:
-            with torch.no_grad():
-                block.master.grad = block.gradient.mul_(scale) if scale != 1.0 else block.gradient
-                block.optimiser.param_groups[0]["lr"] = self._rate_at(self._number_of(block))
-                block.optimiser.step()
-                block.master.grad = None
-                values = self._store.views_at_once(position)
-                for index, member in enumerate(block.members):
-                    values[member.name].copy_(block.piece(block.master, index))
+            rate = self._rate_at(block.num_steps)
+            block.num_steps += 1
+            values = self._store.views_at_once(position)
+            for index, member in enumerate(block.members):
+                state = [block.piece(flat, index) for flat in block.state.values()]
+                tensors = (*state, block.gradients[index], values[member.name])
+                pieces = zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True)
+                for master, first, second, gradient, weights in pieces:
+                    self._adamw(master, gradient.float().mul_(scale), first, second, block.num_steps, rate)
+                    weights.copy_(master)
         finally:
             self._store.let_go(position)  # also if it failed: whoever waits here would never see the error
 
-    @staticmethod
-    def _number_of(block: _Block) -> int:
-        """Return the number of the step that a block is about to take, counted from 0."""
-        state = block.optimiser.state[block.master]
-        return int(state["step"].item()) if "step" in state else 0
+    def _adamw(self, weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, number: int, rate: float) -> None:
+        """Take one step, the first of which has number 1, with the kernel of ``torch.optim.AdamW(fused=True)``."""
+        torch._fused_adamw_(
+            [weights],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [torch.tensor(float(number))],
+            lr=rate,
+            beta1=self.options.betas[0],
+            beta2=self.options.betas[1],
+            weight_decay=self.options.weight_decay,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def _rate_at(self, number: int) -> float:
         options = self.options

@@ -35,11 +35,12 @@ class OptimiserOptions:
     seed: int = 0
 
 
-def autocast(precision: MixedPrecision, device: torch.device) -> AbstractContextManager[Any]:
-    """Compute in 16 bits where that is safe, with the weights as they are."""
+def autocast(precision: MixedPrecision, device: torch.device, *, caches: bool = True) -> AbstractContextManager[Any]:
+    """Compute in 16 bits where that is safe, with the weights as they are; ``caches`` keeps those made for the call."""
     if precision == "no":
         return nullcontext()
-    return torch.autocast(device.type, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=caches)
 
 
 class Optimises(Protocol):
@@ -66,9 +67,13 @@ class Optimisation:
         options: OptimiserOptions,
         precision: MixedPrecision,
         device: torch.device,
+        *,
+        keeps_gradients: bool = False,
     ) -> None:
+        """``keeps_gradients`` zeroes them after a step instead of dropping them, for those who hold on to them."""
         self.parameters = dict(parameters)
         self.options = options
+        self._keeps_gradients = keeps_gradients
         # float16 gradients below 6e-8 would vanish, so the loss is scaled up and gradients down again.
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         is_short = {name for name, parameter in self.parameters.items() if parameter.dtype.itemsize < 4}
@@ -93,8 +98,13 @@ class Optimisation:
         """Change the weights in the step with this number, counted from 0; return the norm of all gradients, on the device."""
         for name, master in self._masters.items():
             gradient = self.parameters[name].grad
-            master.grad = None if gradient is None else gradient.float()
-            self.parameters[name].grad = None
+            master.grad = None
+            if gradient is not None:
+                master.grad = gradient.float()
+                if self._keeps_gradients:
+                    gradient.zero_()
+                else:
+                    self.parameters[name].grad = None
         options = self.options
         for group in self.optimiser.param_groups:
             factor = rate_factor(options.schedule, number, warmup_steps=options.warmup_steps, num_steps=options.num_steps)
@@ -105,7 +115,7 @@ class Optimisation:
         norm = nn.utils.clip_grad_norm_(stepped, limit)
         self._scaler.step(self.optimiser)
         self._scaler.update()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimiser.zero_grad(set_to_none=not self._keeps_gradients)
         with torch.no_grad():
             for name, master in self._masters.items():
                 self.parameters[name].copy_(master)

@@ -35,6 +35,7 @@ from wandistiller.models.vae_start import initialise_vae
 from wandistiller.terminal import progress, say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
+from wandistiller.train.graphs import GraphedCalls, check_can_graph
 from wandistiller.train.loop import Loop, LoopOptions
 from wandistiller.train.memory_watch import WatchMemory
 from wandistiller.train.method import Advice, Role
@@ -85,6 +86,8 @@ def _prepare(config: TrainVaeConfig) -> _Job:
     device = find_device(rank_device(config.device, read_ranks()))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if config.cuda_graphs:
+        check_can_graph(device, read_ranks())
     vae = inspect_checkpoint(find_part(config.model, "vae"), VAE)
     buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect)
     precision: MixedPrecision = "fp16" if config.use_fp16 else "bf16" if device.type == "cuda" else "no"
@@ -134,7 +137,11 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> Traine
     optimisations = {}
     for name, role in method.roles.items():
         options = _optimiser_options(config, name, num_steps)
-        optimisations[name] = Optimisation(role.trained_parameters, options, job.precision, job.device)
+        if config.cuda_graphs and name == vae.name:
+            role.call = GraphedCalls(role.model, job.precision, job.device)
+        optimisations[name] = Optimisation(
+            role.trained_parameters, options, job.precision, job.device, keeps_gradients=isinstance(role.call, GraphedCalls)
+        )
     average = MovingAverage(vae.model, vae.trained_parameters, config.ema_decay) if config.use_ema else None
     metrics = WriteMetrics(config.output_dir, monitor.observe)
     callbacks: list[Callback] = [KeepAverage(average)] if average is not None else []

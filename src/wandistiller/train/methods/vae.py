@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.models.critic import PatchCritic
-from wandistiller.models.vae_passes import VaePass, latent_shape
+from wandistiller.models.latents import latent_shape
+from wandistiller.models.vae_passes import VaePass
 from wandistiller.train.method import Losses, Role, Turn
 from wandistiller.train.vae_losses import (
     adaptive_scale,
@@ -114,7 +115,7 @@ class VaeTraining:
 
     def _losses_at(self, batch: Batch, wanted: Tensor) -> Losses:
         weights, vae_pass = self._weights, cast(VaePass, self._vae.model)
-        shape = latent_shape(vae_pass.vae.config, tuple(wanted.shape))
+        shape = latent_shape(vae_pass.vae.config, wanted.shape)
         seeds = batch.tensors["seed"].tolist()
         noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
         found, mean, logvar = (each.float() for each in self._vae(wanted, noise.to(wanted.device)))
