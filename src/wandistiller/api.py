@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_typ
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
-from torch import nn
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+from diffusers.models.autoencoders.vae import DecoderOutput
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wandistiller.config.command import CommandConfig
@@ -32,6 +34,7 @@ from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import find_part
 from wandistiller.models.sizes import find_size
 from wandistiller.models.stored import TRANSFORMER, VAE, inspect_checkpoint
+from wandistiller.models.vae_tiles import decode_tiled, encode_tiled
 
 if TYPE_CHECKING:
     from wandistiller.checkpoint.export import Exported
@@ -208,7 +211,10 @@ class WanModel(WanTransformer3DModel):
 
 @_saved_as(AutoencoderKLWan)
 class WanVAE(AutoencoderKLWan):
-    """A Wan VAE: diffusers' own, with gradient checkpointing that works for clips and keeps gradients equal."""
+    """A Wan VAE: diffusers' own, with gradient checkpointing that works for clips and keeps gradients equal.
+
+    After ``enable_tiling()`` what is larger than a tile goes in tiles without seams: equal to the whole to rounding.
+    """
 
     _supports_gradient_checkpointing = True
 
@@ -292,6 +298,25 @@ class WanVAE(AutoencoderKLWan):
         """Keep everything for backward."""
         uncheckpoint_vae(self)
         self.gradient_checkpointing = False
+
+    def tiled_encode(self, x: Tensor) -> Tensor:
+        """Return what ``_encode`` would; diffusers calls it with patched pixels."""
+        return encode_tiled(self, unpatchify(x, self.config.patch_size or 1), tile=self._tile).parameters
+
+    def tiled_decode(self, z: Tensor, return_dict: bool = True) -> DecoderOutput | tuple[Tensor]:
+        """Return what ``_decode`` would, on the latents' device."""
+        pixels = decode_tiled(self, z, tile=self._tile).to(z.device)
+        return DecoderOutput(sample=pixels) if return_dict else (pixels,)
+
+    @property
+    def _tile(self) -> int:
+        """The tile in latents for what ``enable_tiling`` was told in pixels; tiles do not overlap, so strides do not matter."""
+        side = min(self.tile_sample_min_height, self.tile_sample_min_width)
+        if side < self.spatial_compression_ratio:
+            raise UsageError(
+                f"A tile of {side} pixels is smaller than a latent.", fix=f"Give {self.spatial_compression_ratio} or more."
+            )
+        return side // self.spatial_compression_ratio
 
 
 def _recompute(module: nn.Module, *args: Any) -> Any:

@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
 
 from wandistiller.api import doctor, sample
 from wandistiller.memory import attention
@@ -15,8 +16,9 @@ from wandistiller.memory.monitor import Monitor, device_memory
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.placements import find_placement
 from wandistiller.memory.streaming import stream_blocks
-from wandistiller.models.sizes import SIZES
+from wandistiller.models.sizes import SIZES, WAN21_VAE, WAN22_VAE
 from wandistiller.models.stored import TRANSFORMER, build_empty
+from wandistiller.models.vae_tiles import decode_tiled, encode_tiled
 
 CUDA = torch.device("cuda", 0)
 # Large enough that copies and kernels overlap: blocks of 34 MB.
@@ -281,6 +283,33 @@ def test_sampling_by_placement(tmp_path, placement):
         options |= {"device_map": tmp_path / "map.json"}
     found = sample(output=tmp_path / "b.png", placement=placement, **options)[0].latents
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [WAN21_VAE, WAN22_VAE], ids=["wan2.1", "wan2.2"])
+def test_the_vae_in_tiles(config, monkeypatch):
+    """The released shapes: the same pixels and latents, a fraction of the memory, pixels on the host."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(**config).to(CUDA).eval().requires_grad_(False)
+    factor = config["scale_factor_spatial"]
+    pixels, latents = torch.rand(1, 3, 5, 48 * factor, 72 * factor) * 2 - 1, torch.randn(1, config["z_dim"], 2, 48, 72)
+
+    def measure(run):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        return run().cpu(), torch.cuda.max_memory_allocated() - before
+
+    whole, whole_bytes = measure(lambda: vae.decode(latents.to(CUDA)).sample)
+    tiled, tiled_bytes = measure(lambda: decode_tiled(vae, latents))
+    torch.testing.assert_close(tiled, whole, rtol=0, atol=1e-4)
+    assert tiled_bytes < 0.4 * whole_bytes
+    whole, whole_bytes = measure(lambda: vae.encode(pixels.to(CUDA)).latent_dist.mean)
+    tiled, tiled_bytes = measure(lambda: encode_tiled(vae, pixels).mean)
+    torch.testing.assert_close(tiled, whole, rtol=0, atol=1e-4)
+    assert tiled_bytes < 0.5 * whole_bytes
 
 
 def test_doctor():

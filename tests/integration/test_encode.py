@@ -197,6 +197,15 @@ def test_a_batch_gives_the_same_numbers(pipeline, data):
         assert torch.allclose(first, second, atol=1e-5)
 
 
+def test_tiles_give_the_same_numbers(pipeline, data):
+    size = {"width": 224, "height": 224, "frames": (1,)}
+    whole = run_encode(configure(pipeline, data, cache_dir=data.parent / "whole", **size)).cache_dir
+    tiled = run_encode(configure(pipeline, data, vae_tiling=True, cache_dir=data.parent / "tiled", **size)).cache_dir
+    for name in CAPTIONS:
+        first, second = (LatentCache(folder, vae=None).read(name) for folder in (whole, tiled))
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
 def test_the_encoders_are_gone_when_they_are_not_needed(pipeline, data, monkeypatch):
     def alive(kind):
         gc.collect()

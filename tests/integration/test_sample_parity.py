@@ -211,6 +211,26 @@ def test_image_to_video(tiny_folder, tmp_path, picture, kind):
     torch.testing.assert_close(ours[0].latents, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_tiles_draw_the_same_picture(tiny_folder, tmp_path):
+    drawn = {}
+    for tiled in (False, True):
+        path, size = tmp_path / f"{tiled}.png", {"width": 224, "height": 48}
+        sample(model=str(tiny_folder), prompt=("c",), steps=1, output=path, vae_tiling=tiled, **{**COMMON, **size})
+        drawn[tiled] = np.asarray(Image.open(path), dtype=int)
+    assert np.abs(drawn[True] - drawn[False]).max() <= 1  # of 255: where rounding tips
+
+
+@pytest.mark.parametrize("expand", [True, False])
+def test_tiles_read_the_same_first_frame(tiny_folder, tmp_path, picture, monkeypatch, expand):
+    image_pipeline(tiny_folder, tmp_path / "pipeline", transformer={} if expand else {"in_channels": 20}, expand=expand)
+    options = {"image": picture, "prompt": ("it moves",), "frames": 5, "steps": 1, "output": tmp_path / "latents.safetensors"}
+    options |= {**COMMON, "width": 224}
+    plain = sample(model=str(tmp_path / "pipeline"), **options)[0].latents
+    monkeypatch.setattr(AutoencoderKLWan, "encode", lambda *args, **kwargs: pytest.fail("the frame was not cut"))
+    tiled = sample(model=str(tmp_path / "pipeline"), vae_tiling=True, **options)[0].latents
+    torch.testing.assert_close(tiled, plain, rtol=1e-5, atol=1e-5)
+
+
 def test_samples_do_not_depend_on_what_is_drawn_beside_them(tiny_folder, tmp_path):
     options = {"model": str(tiny_folder), "steps": 3, "cfg_scale": 2.0, **COMMON}
     both = sample(prompt=("one", "two"), batch_size=2, output=tmp_path / "both.safetensors", **options)

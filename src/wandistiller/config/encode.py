@@ -61,7 +61,8 @@ class EncodeConfig(CommandConfig):
     """Where to compute: cuda, cuda:1, mps or cpu. 'auto' takes the best there is, under torchrun one GPU for each process."""
 
     vae_tiling: bool = False
-    """Encode large media in tiles: take it when memory runs out, at the price of faint seams."""
+    """Encode large media in tiles: take it when memory runs out. Latents are those of the whole frame to rounding, 1e-5 in
+    float32. Frames of up to 24x24 latents are not cut. It takes up to twice as long."""
 
     skip_bad: bool = False
     """Go on without media that cannot be read, captions that are empty and the like, and list them at the end."""

@@ -45,6 +45,7 @@ from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.text import open_text_encoder
+from wandistiller.models.vae_tiles import TILE, encode_tiled
 from wandistiller.terminal import Advance, progress, say
 from wandistiller.units import Bytes
 
@@ -52,7 +53,6 @@ PATCH = 2
 """Every released Wan cuts latents into patches of 2 x 2."""
 _READERS = 4
 _PIXELS_TOGETHER = 832 * 480
-_TILE_PIXELS = 256 * 256
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,6 @@ def _encode_media(job: EncodeJob, monitor: Monitor) -> tuple[int, list[BadItem]]
         return 0, []
     with monitor.phase("encoding media", "vae"):
         vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
-        if job.config.vae_tiling:
-            vae.enable_tiling()
         with _bar("Media", len(missing), monitor) as advance:
             encoding = _MediaEncoding(job, vae, advance)
             share(
@@ -312,7 +310,8 @@ class _MediaEncoding:
                 self._finish(index)
         if not batch:
             return
-        latents = encode_frames(self._vae, np.stack([loaded.frames for loaded in batch.values()]))
+        frames = np.stack([loaded.frames for loaded in batch.values()])
+        latents = encode_frames(self._vae, frames, tiled=job.config.vae_tiling)
         for (index, loaded), values in zip(batch.items(), latents.cpu(), strict=True):
             name = job.source.name(index)
             _check_finite(values, job.latents.file(name).path, "--vae-dtype")
@@ -335,16 +334,17 @@ class _MediaEncoding:
 
 
 @torch.no_grad()
-def encode_frames(vae: nn.Module, frames: np.ndarray) -> Tensor:
+def encode_frames(vae: nn.Module, frames: np.ndarray, *, tiled: bool = False) -> Tensor:
     """Return the normalised latents (batch, channels, frames, height, width) of bytes (batch, frames, height, width, 3).
 
     The most probable latents rather than random ones, in float32, on the VAE's device.
     """
     parameter = next(vae.parameters())
-    pixels = torch.from_numpy(frames).to(parameter.device).permute(0, 4, 1, 2, 3)
+    pixels = torch.from_numpy(frames).to("cpu" if tiled else parameter.device).permute(0, 4, 1, 2, 3)
     # In the order of diffusers' own preprocessing, which is not the same to the last bit in another one.
-    pixels = 2.0 * (pixels.float() / 255) - 1.0
-    return normalise(vae.encode(pixels.to(parameter.dtype)).latent_dist.mode().float(), vae.config)
+    pixels = (2.0 * (pixels.float() / 255) - 1.0).to(parameter.dtype)
+    distribution = encode_tiled(vae, pixels) if tiled else vae.encode(pixels).latent_dist
+    return normalise(distribution.mode().float(), vae.config)
 
 
 def _place_text_encoder(job: EncodeJob, encoder: nn.Module) -> None:
@@ -365,8 +365,9 @@ def _find_remedies(job: EncodeJob, failure: Failure) -> list[Remedy]:
     found = []
     if num_together > 1:
         found.append(Remedy(changes={"batch_size": 1}, saves=Bytes(held * (num_together - 1) // num_together), slowdown=1.2))
-    if not job.config.vae_tiling and area > _TILE_PIXELS:
-        found.append(Remedy(changes={"vae_tiling": True}, saves=Bytes(round(held * (1 - _TILE_PIXELS / area))), slowdown=1.8))
+    tile_area = (TILE * job.vae.config["scale_factor_spatial"]) ** 2
+    if not job.config.vae_tiling and area > tile_area:
+        found.append(Remedy(changes={"vae_tiling": True}, saves=Bytes(round(held * (1 - tile_area / area))), slowdown=1.8))
     if job.vae_dtype.itemsize == 4:
         found.append(Remedy(changes={"vae_dtype": "bfloat16"}, saves=Bytes(held // 2), slowdown=0.7, why="a small loss"))
     return found

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.models.latents import normalise
 from wandistiller.models.text import load_whole
+from wandistiller.models.vae_tiles import encode_tiled
 from wandistiller.sample.geometry import Geometry
 
 
@@ -100,14 +101,21 @@ def to_pixels(image: Image.Image, geometry: Geometry) -> Tensor:
 
 
 @torch.no_grad()
-def encode_first_frame(vae: nn.Module, pixels: Tensor, geometry: Geometry, inputs: ImageInputs) -> dict[str, Tensor]:
+def encode_first_frame(
+    vae: nn.Module, pixels: Tensor, geometry: Geometry, inputs: ImageInputs, *, tiled: bool = False
+) -> dict[str, Tensor]:
     """Return the image part of a ``Conditioning``: ``extra_channels`` or ``first_frame``."""
     parameter = next(vae.parameters())
-    frame = pixels.to(parameter.device, parameter.dtype)[:, :, None]
+    frame = pixels.to("cpu" if tiled else parameter.device, parameter.dtype)[:, :, None]
+
+    def encode(clip: Tensor) -> Tensor:
+        distribution = encode_tiled(vae, clip) if tiled else vae.encode(clip).latent_dist
+        return normalise(distribution.mode().float(), vae.config)
+
     if inputs.replaces_first_frame and not inputs.is_needed:
-        return {"first_frame": normalise(vae.encode(frame).latent_dist.mode().float(), vae.config)}
+        return {"first_frame": encode(frame)}
     blank = frame.new_zeros(1, 3, geometry.frames - 1, geometry.height, geometry.width)
-    latents = normalise(vae.encode(torch.cat([frame, blank], dim=2)).latent_dist.mode().float(), vae.config)
+    latents = encode(torch.cat([frame, blank], dim=2))
     return {"extra_channels": torch.cat([_known_frames(latents, geometry), latents], dim=1)}
 
 

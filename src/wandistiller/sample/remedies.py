@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.placement import Footprint
 from wandistiller.memory.rates import copy_rate, matmul_rate
 from wandistiller.memory.subjects import choose_placement, stored_subject
+from wandistiller.models.vae_tiles import TILE
 from wandistiller.sample.job import Job
 from wandistiller.units import Bytes
 
-_TILE_PIXELS = 256 * 256
-"""diffusers' tile of a VAE."""
 _CPU = torch.device("cpu")
 
 
@@ -109,10 +107,9 @@ def _for_vae(job: Job, failure: Failure) -> list[Remedy]:
     found = []
     held = failure.in_use + (failure.asked or 0)
     area = job.geometry.width * job.geometry.height
-    if not job.config.vae_tiling and area > _TILE_PIXELS:
-        tiles = math.ceil(job.geometry.width / 192) * math.ceil(job.geometry.height / 192)
-        saves = Bytes(round(held * (1 - _TILE_PIXELS / area)))
-        found.append(Remedy(changes={"vae_tiling": True}, saves=saves, slowdown=max(1.0, tiles * _TILE_PIXELS / area)))
+    tile_area = (TILE * job.geometry.spatial) ** 2
+    if not job.config.vae_tiling and area > tile_area:
+        found.append(Remedy(changes={"vae_tiling": True}, saves=Bytes(round(held * (1 - tile_area / area))), slowdown=1.5))
     if job.vae_dtype.itemsize == 4 and job.device.type != "cpu":
         found.append(Remedy(changes={"vae_dtype": "bfloat16"}, saves=Bytes(held // 2), slowdown=0.7, why="a small loss"))
     return found

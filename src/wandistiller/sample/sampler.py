@@ -25,6 +25,7 @@ from wandistiller.models.devices import free_memory
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.text import encode_prompts, read_embeddings
+from wandistiller.models.vae_tiles import decode_tiled
 from wandistiller.sample.conditioning import Conditioning, encode_first_frame, encode_image_tokens, to_pixels
 from wandistiller.sample.experts import Experts
 from wandistiller.sample.job import Job, describe, prepare
@@ -98,7 +99,7 @@ def encode(job: Job) -> Conditioning:
         assert job.vae is not None  # prepare() has made sure
         picture = read_picture(config.image)
         vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
-        pictures = encode_first_frame(vae, to_pixels(picture, job.geometry), job.geometry, job.image)
+        pictures = encode_first_frame(vae, to_pixels(picture, job.geometry), job.geometry, job.image, tiled=config.vae_tiling)
         del vae
         if job.image.wants_image_tokens:
             assert job.pipeline is not None
@@ -171,8 +172,6 @@ def write(job: Job, latents: Tensor) -> Iterator[Sample]:
     if job.config.wants_pixels:
         assert job.vae is not None  # prepare() has made sure
         vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
-        if job.config.vae_tiling:
-            vae.enable_tiling()
     for index, sample in enumerate(latents):
         prompt = job.prompts[index // job.config.batch_size]
         seed = job.config.seed + index % job.config.batch_size
@@ -188,7 +187,7 @@ def _write_one(job: Job, vae: nn.Module | None, index: int, latents: Tensor, set
     if vae is None:
         write_latents(path, latents, settings)
     else:
-        frames = to_bytes(_decode(vae, latents))
+        frames = to_bytes(_decode(vae, latents, tiled=job.config.vae_tiling))
         if path.suffix.lower() in PICTURE_SUFFIXES:
             write_picture(path, frames, settings)
         else:
@@ -198,10 +197,10 @@ def _write_one(job: Job, vae: nn.Module | None, index: int, latents: Tensor, set
 
 
 @torch.no_grad()
-def _decode(vae: nn.Module, latents: Tensor) -> Tensor:
+def _decode(vae: nn.Module, latents: Tensor, *, tiled: bool) -> Tensor:
     parameter = next(vae.parameters())
     latents = denormalise(latents[None].to(parameter.device), vae.config).to(parameter.dtype)
-    return vae.decode(latents, return_dict=False)[0][0]
+    return decode_tiled(vae, latents)[0] if tiled else vae.decode(latents, return_dict=False)[0][0]
 
 
 def _predict(model: nn.Module, noisy: Tensor, timestep: float, text: Tensor, conditioning: Conditioning, job: Job) -> Tensor:
