@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from wandistiller.config.command import CommandConfig
+from wandistiller.config.training import TrainingConfig, check_least
 from wandistiller.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainVaeConfig(CommandConfig):
+class TrainVaeConfig(TrainingConfig):
     """Train a Wan VAE with reconstruction, KL, LPIPS and a critic; the result is a diffusers AutoencoderKLWan folder.
 
     The statistics of its latents are measured at the end and written into its configuration, so that flow training
@@ -59,35 +57,14 @@ class TrainVaeConfig(CommandConfig):
     output_dir: Path = Path("runs/train-vae")
     """Folder of the run: states to resume from, reconstructions, metrics.jsonl, TensorBoard files, and the VAE at the end."""
 
-    num_steps: int | None = None
-    """Steps. Default: what --num-epochs takes."""
-
-    num_epochs: int = 1
-    """Passes over the data, where --num-steps is not given."""
-
     batch_size: int = 4
     """Samples computed together on each device."""
-
-    gradient_accumulation: int = 1
-    """Batches on each device that make one step."""
-
-    learning_rate: float = 1e-4
-    """Step size of the VAE after the warm-up."""
 
     critic_learning_rate: float | None = None
     """Step size of the critic. Default: the VAE's."""
 
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rates after the warm-up."""
-
-    warmup_steps: int = 0
-    """Steps over which the learning rates rise."""
-
     weight_decay: float = 0.0
     """Decoupled weight decay."""
-
-    clip_norm: float = 1.0
-    """Most that the norm of all gradients may be; 0 for no limit."""
 
     high_frequency_weight: float = 0.0
     """Extra weight of fine detail in the reconstruction loss; 0 is plain L1."""
@@ -134,36 +111,11 @@ class TrainVaeConfig(CommandConfig):
     channels_last: bool = False
     """Lay pictures out channels last: faster convolutions on some GPUs."""
 
-    cuda_graphs: bool = False
-    """Record the computation of each batch shape once and replay it: a VAE of a few million parameters, whose time goes
-    into launching kernels, trains several times faster. One CUDA device."""
-
     torch_compile: bool = False
     """Compile encoder and decoder: slow first steps, then faster."""
 
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """What is computed in 16 bits. 'auto' is bf16 on a GPU and no on the CPU."""
-
     use_fp16: bool = False
     """The same as --mixed-precision fp16."""
-
-    use_ema: bool = False
-    """Keep a moving average of the weights; reconstructions and the result are of the average."""
-
-    ema_decay: float = 0.999
-    """Memory of the moving average."""
-
-    resume: str | None = None
-    """Go on from a state: 'auto' for the newest complete one in --output-dir (or the start), or a folder."""
-
-    save_every: int = 500
-    """Steps between states; 0 saves at the end alone."""
-
-    keep: int = 2
-    """Newest states that are kept."""
-
-    log_every: int = 10
-    """Steps between lines of metrics."""
 
     validate_every: int = 500
     """Steps between looks at the held-out data, with pictures side by side; 0 for none before the end."""
@@ -171,19 +123,8 @@ class TrainVaeConfig(CommandConfig):
     statistics_samples: int = 512
     """Samples that the statistics of the latents are measured on at the end."""
 
-    seed: int = 0
-    """Seed of everything random."""
-
-    workers: int = 2
-    """Processes that read ahead; 0 reads in between."""
-
-    device: str = "auto"
-    """Where to compute: cuda, cuda:1, mps or cpu. 'auto' takes the best there is."""
-
-    memory_snapshot: Path | None = None
-    """If device memory grows, write PyTorch's memory snapshot here and name the lines that hold it."""
-
     def check(self) -> None:
+        super().check()
         if self.model is None or self.dataset_path is None:
             missing = "--model" if self.model is None else "--dataset-path"
             raise UsageError(f"{missing} is missing.", fix="Say what to train with --model, and on what with --dataset-path.")
@@ -193,15 +134,9 @@ class TrainVaeConfig(CommandConfig):
             raise UsageError(f"--use-fp16 and --mixed-precision {self.mixed_precision} were both given.", fix="Choose one.")
         if self.lpips_checkpointing and not self.use_lpips:
             raise UsageError("--lpips-checkpointing changes nothing without --use-lpips.", fix="Give both.")
-        for flag, value, least in (
-            ("--num-steps", self.num_steps, 1),
-            ("--num-epochs", self.num_epochs, 1),
-            ("--batch-size", self.batch_size, 1),
-            ("--gradient-accumulation", self.gradient_accumulation, 1),
+        check_least(
             ("--training-steps", self.training_steps, 1),
-            ("--learning-rate", self.learning_rate, 0),
             ("--critic-learning-rate", self.critic_learning_rate, 0),
-            ("--clip-norm", self.clip_norm, 0),
             ("--kl-beta", self.kl_beta, 0),
             ("--kl-warmup-steps", self.kl_warmup_steps, 0),
             ("--kl-free-bits", self.kl_free_bits, 0),
@@ -211,11 +146,5 @@ class TrainVaeConfig(CommandConfig):
             ("--r1-interval", self.r1_interval, 1),
             ("--critic-width", self.critic_width, 1),
             ("--high-frequency-weight", self.high_frequency_weight, 0),
-            ("--log-every", self.log_every, 1),
-            ("--keep", self.keep, 1),
             ("--statistics-samples", self.statistics_samples, 2),
-            ("--seed", self.seed, 0),
-            ("--workers", self.workers, 0),
-        ):
-            if value is not None and (not math.isfinite(value) or value < least):
-                raise UsageError(f"{flag} {value} is out of range.", fix=f"Give {least} or more.")
+        )

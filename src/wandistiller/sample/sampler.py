@@ -18,6 +18,7 @@ from wandistiller.data.media import read_picture, to_bytes, write_clip, write_la
 from wandistiller.errors import OutputError
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.solver import SOLVERS
+from wandistiller.memory.experts import Experts
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placement, Subject
 from wandistiller.memory.subjects import choose_placement, stored_subject
@@ -27,7 +28,6 @@ from wandistiller.models.load import load_model
 from wandistiller.models.text import encode_prompts, read_embeddings
 from wandistiller.models.vae_tiles import decode_tiled
 from wandistiller.sample.conditioning import Conditioning, encode_first_frame, encode_image_tokens, to_pixels
-from wandistiller.sample.experts import Experts
 from wandistiller.sample.job import Job, describe, prepare
 from wandistiller.sample.remedies import find_remedies, placement_options
 from wandistiller.terminal import progress, say

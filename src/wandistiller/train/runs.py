@@ -1,14 +1,176 @@
-"""How every training begins and ends: from a state or the start, and with a word on how to go on."""
+"""What every training has beside its method: a device, a plan of steps, an average, metrics, states; a beginning and an end."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from wandistiller.checkpoint.training_state import TrainingStates, load_state
-from wandistiller.distributed.ranks import Ranks
+from wandistiller.config.training import TrainingConfig
+from wandistiller.data.batches import BatchPlan, StepPlan
+from wandistiller.data.loader import SampleReader
+from wandistiller.data.source_samples import SourceSamples
+from wandistiller.distributed.failures import is_rank
+from wandistiller.distributed.ranks import Ranks, rank_device, read_ranks
 from wandistiller.errors import UsageError
+from wandistiller.files import check_can_write
+from wandistiller.memory.monitor import Monitor
+from wandistiller.models.devices import find_device
 from wandistiller.terminal import say
-from wandistiller.train.loop import Loop, Stopped
+from wandistiller.train.callbacks import Callback, KeepAverage
+from wandistiller.train.ema import MovingAverage
+from wandistiller.train.graphs import check_can_graph
+from wandistiller.train.loop import Loop, LoopOptions, Stopped
+from wandistiller.train.memory_watch import WatchMemory
+from wandistiller.train.method import Method, Role
+from wandistiller.train.metrics import ShowProgress, WriteMetrics
+from wandistiller.train.optimisation import MixedPrecision, OptimiserOptions, Optimises
+
+
+def prepare_device(config: TrainingConfig) -> torch.device:
+    """Find the device of this process and check that a run of this configuration can be; nothing is loaded."""
+    check_can_write(config.output_dir / "x")
+    ranks = read_ranks()
+    if config.distributed and not is_rank():
+        raise UsageError("--distributed was given, but torchrun did not start this.", fix="Start it with torchrun.")
+    device = find_device(rank_device(config.device, ranks))
+    if config.cuda_graphs:
+        check_can_graph(device, ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def choose_precision(config: TrainingConfig, device: torch.device, weights: torch.dtype = torch.float32) -> MixedPrecision:
+    """Return what is computed in 16 bits; weights that have 16 bits themselves need nothing."""
+    if config.mixed_precision != "auto":
+        return config.mixed_precision
+    return "bf16" if device.type == "cuda" and weights == torch.float32 else "no"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training, from its plan to its last step."""
+
+    config: TrainingConfig
+    device: torch.device
+    precision: MixedPrecision
+    ranks: Ranks
+    monitor: Monitor
+    plan: StepPlan
+    num_steps: int
+    metrics: WriteMetrics
+
+    @classmethod
+    def over(
+        cls,
+        samples: SourceSamples,
+        config: TrainingConfig,
+        device: torch.device,
+        precision: MixedPrecision,
+        ranks: Ranks,
+        monitor: Monitor,
+    ) -> Run:
+        """Plan the steps of a run over samples."""
+        batches = BatchPlan(samples.buckets, config.batch_size, config.seed)
+        plan = StepPlan(batches, ranks.world_size, config.gradient_accumulation)
+        num_steps = config.num_steps or -(-config.num_epochs * batches.batches_per_epoch // plan.batches_per_step)
+        return cls(
+            config=config,
+            device=device,
+            precision=precision,
+            ranks=ranks,
+            monitor=monitor,
+            plan=plan,
+            num_steps=num_steps,
+            metrics=WriteMetrics(config.output_dir, monitor.observe),
+        )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that a full step takes, over all ranks."""
+        return self.config.batch_size * self.plan.batches_per_step
+
+    @property
+    def num_epochs(self) -> float:
+        """Passes over the data."""
+        return self.num_steps * self.plan.batches_per_step / self.plan.plan.batches_per_epoch
+
+    def make_average(self, role: Role) -> MovingAverage | None:
+        """Return the moving average of a role, where one is asked for."""
+        return MovingAverage(role.model, role.trained_parameters, self.config.ema_decay) if self.config.use_ema else None
+
+    def optimiser_options(self, **changes: Any) -> OptimiserOptions:
+        """Return the options that the configuration has for an optimiser, with some changed."""
+        config = self.config
+        options: dict[str, Any] = {
+            "rate": config.learning_rate,
+            "weight_decay": config.weight_decay,
+            "clip_norm": config.clip_norm or None,
+            "schedule": config.lr_schedule,
+            "warmup_steps": config.warmup_steps,
+            "num_steps": self.num_steps,
+            "seed": config.seed,
+        }
+        return OptimiserOptions(**{**options, **changes})
+
+    def train(
+        self,
+        method: Method,
+        optimisations: Mapping[str, Optimises],
+        samples: SampleReader,
+        *,
+        average: MovingAverage | None,
+        callbacks: Sequence[Callback] = (),
+        about: Sequence[str] = (),
+    ) -> Stopped:
+        """Take all steps from the start or the state to resume from; ``about`` is said on rank 0 before the first."""
+        config = self.config
+        first: list[Callback] = [KeepAverage(average)] if average is not None else []
+        states = TrainingStates(config.output_dir / "states", config.keep)
+        loop = Loop(
+            method,
+            optimisations,
+            samples,
+            self.plan,
+            LoopOptions(
+                num_steps=self.num_steps,
+                log_every=config.log_every,
+                save_every=config.save_every,
+                workers=config.workers,
+                seed=config.seed,
+                precision=self.precision,
+            ),
+            device=self.device,
+            ranks=self.ranks,
+            states=states,
+            callbacks=[
+                *first,
+                self.metrics,
+                WatchMemory(snapshot=config.memory_snapshot),
+                *callbacks,
+                ShowProgress(self.monitor.line),
+            ],
+        )
+        resume_run(config.resume, loop, states, config.output_dir)
+        if self.ranks.is_first:
+            for line in about:
+                say(line)
+        with self.monitor.phase("training", next(iter(method.roles))):
+            stopped = loop.run()
+        if self.ranks.is_first and self.device.type != "cpu":
+            say("Memory by phase: " + "; ".join(self.monitor.summary()))
+        return stopped
+
+
+def in_use(average: MovingAverage | None) -> AbstractContextManager[Any]:
+    """Let a model have its average for as long, where there is one."""
+    return average.in_use() if average is not None else nullcontext()
 
 
 def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
 
 from wandistiller.checkpoint.trained import write_model
-from wandistiller.checkpoint.training_state import TrainingStates
 from wandistiller.config.train_vae import TrainVaeConfig
-from wandistiller.data.batches import BatchPlan, StepPlan
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.encode import plan_buckets
 from wandistiller.data.pixel_samples import PixelSamples
 from wandistiller.data.sources import assign_buckets, open_source, refuse
-from wandistiller.distributed.ranks import Ranks, joined, rank_device, read_ranks
-from wandistiller.files import check_can_write, complete_or_absent
+from wandistiller.distributed.ranks import Ranks, joined
+from wandistiller.files import complete_or_absent
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.critic import PatchCritic
-from wandistiller.models.devices import find_device
 from wandistiller.models.load import load_model
 from wandistiller.models.lpips import load_lpips, open_lpips
 from wandistiller.models.pipeline import find_part
@@ -33,16 +30,11 @@ from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.vae_passes import VaePass, encode_distribution, lay_channels_last
 from wandistiller.models.vae_start import initialise_vae
 from wandistiller.terminal import progress, say
-from wandistiller.train.callbacks import Callback, KeepAverage
-from wandistiller.train.ema import MovingAverage
-from wandistiller.train.graphs import GraphedCalls, check_can_graph
-from wandistiller.train.loop import Loop, LoopOptions
-from wandistiller.train.memory_watch import WatchMemory
+from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights
-from wandistiller.train.metrics import ShowProgress, WriteMetrics
-from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
-from wandistiller.train.runs import exit_code, resume_run
+from wandistiller.train.optimisation import MixedPrecision, Optimisation
+from wandistiller.train.runs import Run, choose_precision, exit_code, in_use, prepare_device
 from wandistiller.train.vae_quality import MeasureReconstructions
 from wandistiller.units import Bytes
 
@@ -75,31 +67,23 @@ def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
     """Do the whole job."""
     job = _prepare(config)
     monitor = Monitor([job.device], lambda failure: _find_remedies(config, failure))
-    with joined(job.device) as ranks, ExitStack() as ends:
-        return _train(job, ranks, monitor, ends)
+    with joined(job.device) as ranks:
+        return _train(job, ranks, monitor)
 
 
 def _prepare(config: TrainVaeConfig) -> _Job:
     config.check()
     assert config.model is not None and config.dataset_path is not None
-    check_can_write(config.output_dir / "x")
-    device = find_device(rank_device(config.device, read_ranks()))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if config.cuda_graphs:
-        check_can_graph(device, read_ranks())
+    device = prepare_device(config)
     vae = inspect_checkpoint(find_part(config.model, "vae"), VAE)
     buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect)
-    precision: MixedPrecision = "fp16" if config.use_fp16 else "bf16" if device.type == "cuda" else "no"
-    if config.mixed_precision != "auto":
-        precision = config.mixed_precision
     if config.use_lpips:
         open_lpips()
     return _Job(
         config=config,
         device=device,
         vae=vae,
-        precision=precision,
+        precision="fp16" if config.use_fp16 else choose_precision(config, device),
         samples=_open(config, config.dataset_path, buckets, mirror=config.mirror),
         held_out=_open(config, config.held_out, buckets) if config.held_out else None,
     )
@@ -115,7 +99,7 @@ def _open(config: TrainVaeConfig, path: str, buckets: Sequence[Bucket], *, mirro
     return PixelSamples(opened.source, assigned.buckets, mirror=mirror)
 
 
-def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> TrainedVae:
+def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
     config = job.config
     with monitor.phase("loading", "vae"):
         vae, critic = _make_roles(job)
@@ -123,9 +107,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> Traine
     if config.use_lpips:
         with monitor.phase("loading", "perceptual"):
             perceptual = load_lpips(checkpointing=config.lpips_checkpointing).to(job.device)
-    batches = BatchPlan(job.samples.buckets, config.batch_size, config.seed)
-    plan = StepPlan(batches, ranks.world_size, config.gradient_accumulation)
-    num_steps = config.num_steps or -(-config.num_epochs * plan.plan.batches_per_epoch // plan.batches_per_step)
+    run = Run.over(job.samples, config, job.device, job.precision, ranks, monitor)
     method = VaeTraining(
         vae,
         _weights(config),
@@ -134,53 +116,36 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor, ends: ExitStack) -> Traine
         reduced_min_sizes=config.reduced_min_sizes,
         repeats=config.training_steps,
     )
-    optimisations = {}
-    for name, role in method.roles.items():
-        options = _optimiser_options(config, name, num_steps)
-        if config.cuda_graphs and name == vae.name:
-            role.call = GraphedCalls(role.model, job.precision, job.device)
-        optimisations[name] = Optimisation(
-            role.trained_parameters, options, job.precision, job.device, keeps_gradients=isinstance(role.call, GraphedCalls)
-        )
-    average = MovingAverage(vae.model, vae.trained_parameters, config.ema_decay) if config.use_ema else None
-    metrics = WriteMetrics(config.output_dir, monitor.observe)
-    callbacks: list[Callback] = [KeepAverage(average)] if average is not None else []
-    callbacks += [metrics, WatchMemory(snapshot=config.memory_snapshot)]
+    if config.cuda_graphs:
+        vae.call = GraphedCalls(vae.model, job.precision, job.device)
+    average = run.make_average(vae)
     measure = None
     if job.held_out is not None:
         measure = MeasureReconstructions(
             vae,
             job.held_out,
-            metrics,
+            run.metrics,
             config.output_dir / "reconstructions",
             every=config.validate_every,
             average=average,
             perceptual=perceptual,
         )
-        callbacks.append(measure)
-    callbacks.append(ShowProgress(monitor.line))
-    states = TrainingStates(config.output_dir / "states", config.keep)
-    loop_options = LoopOptions(
-        num_steps=num_steps,
-        log_every=config.log_every,
-        save_every=config.save_every,
-        workers=config.workers,
-        seed=config.seed,
-        precision=job.precision,
+    count = sum(parameter.numel() for parameter in vae.trained_parameters.values())
+    stopped = run.train(
+        method,
+        {name: _optimisation(run, role) for name, role in method.roles.items()},
+        job.samples,
+        average=average,
+        callbacks=[measure] if measure is not None else [],
+        about=[
+            f"Training a VAE of {count / 1e6:.2f} M parameters for {run.num_steps} steps of {run.plan.num_samples(0)} samples"
+        ],
     )
-    where = {"device": job.device, "ranks": ranks, "states": states, "callbacks": callbacks}
-    loop = Loop(method, optimisations, job.samples, plan, loop_options, **where)
-    resume_run(config.resume, loop, states, config.output_dir)
-    if ranks.is_first:
-        count = sum(parameter.numel() for parameter in vae.trained_parameters.values())
-        say(f"Training a VAE of {count / 1e6:.2f} M parameters for {num_steps} steps of {plan.num_samples(0)} samples")
-    with monitor.phase("training", "vae"):
-        stopped = loop.run()
     output = None
     if stopped.signal is None:
         output = config.output_dir / "vae"
         if ranks.is_first:
-            with monitor.phase("measuring the latents", "vae"), average.in_use() if average is not None else nullcontext():
+            with monitor.phase("measuring the latents", "vae"), in_use(average):
                 _write_result(job, vae, output)
         ranks.wait()
     return TrainedVae(stopped.step, output, measure.quality if measure else {}, exit_code(stopped, ranks))
@@ -241,21 +206,16 @@ def _weights(config: TrainVaeConfig) -> VaeWeights:
     )
 
 
-def _optimiser_options(config: TrainVaeConfig, role: str, num_steps: int) -> OptimiserOptions:
-    rate = config.learning_rate
-    if role == "critic" and config.critic_learning_rate is not None:
-        rate = config.critic_learning_rate
-    return OptimiserOptions(
-        rate=rate,
-        weight_decay=config.weight_decay,
-        # A critic that remembers long lags behind the VAE that it judges.
-        betas=(0.5, 0.9) if config.gan_training else (0.9, 0.999),
-        clip_norm=config.clip_norm or None,
-        schedule=config.lr_schedule,
-        warmup_steps=config.warmup_steps,
-        num_steps=num_steps,
-        seed=config.seed,
-    )
+def _optimisation(run: Run, role: Role) -> Optimisation:
+    config = run.config
+    assert isinstance(config, TrainVaeConfig)
+    # A critic that remembers long lags behind the VAE that it judges.
+    changes: dict[str, Any] = {"betas": (0.5, 0.9)} if config.gan_training else {}
+    if role.name == "critic" and config.critic_learning_rate is not None:
+        changes["rate"] = config.critic_learning_rate
+    keeps_gradients = isinstance(role.call, GraphedCalls)
+    options = run.optimiser_options(**changes)
+    return Optimisation(role.trained_parameters, options, run.precision, run.device, keeps_gradients=keeps_gradients)
 
 
 @torch.no_grad()

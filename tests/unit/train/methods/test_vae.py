@@ -7,7 +7,8 @@ from diffusers import AutoencoderKLWan
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.models.critic import PatchCritic
-from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, latent_shape, lay_channels_last
+from wandistiller.models.latents import latent_shape
+from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, lay_channels_last
 from wandistiller.train.method import Role
 from wandistiller.train.methods.vae import VaeTraining, VaeWeights
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -29,12 +29,15 @@ class Experts:
         device: torch.device,
         dtype: torch.dtype,
         placement: Placement,
+        prepare: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
+        """``prepare`` is called with each transformer while it is still empty."""
         self._stored = list(stored)
         self._boundary = boundary
         self._device = device
         self._dtype = dtype
         self._placement = placement
+        self._prepare = prepare
         self._loaded: int | None = None
         self._model: nn.Module | None = None
         self._placed: Placed | None = None
@@ -78,6 +81,7 @@ class Experts:
 
             # From the meta device straight to where the weights will be: the model is never whole anywhere else.
             subject = stored_subject(stored, self._dtype, on_read=on_read)
+            self._prepare(subject.model)
             self._placed = self._placement.attach(subject, self._device)
             advance(len(stored.names) - next(reads))  # the rest is read from its file when it is used
         if self._placed.note:

@@ -1,0 +1,125 @@
+"""What the configurations of all trainings have in common: steps, rates, precision, states, devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from wandistiller.config.command import CommandConfig
+from wandistiller.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(CommandConfig):
+    """Base of the configuration of a training."""
+
+    output_dir: Path = Path("runs/training")
+    """Folder of the run: states to resume from, pictures, metrics.jsonl, TensorBoard files, and the result at the end."""
+
+    num_steps: int | None = None
+    """Optimiser steps. Default: what --num-epochs takes."""
+
+    num_epochs: int = 1
+    """Passes over the data, where --num-steps is not given."""
+
+    batch_size: int = 1
+    """Samples computed together on each device; lower it when memory runs out and raise --gradient-accumulation."""
+
+    gradient_accumulation: int = 1
+    """Batches on each device that make one step; the gradient is that of all their samples together."""
+
+    learning_rate: float = 1e-4
+    """Step size after the warm-up: 1e-4 is usual for LoRA and for small models, 1e-5 for all weights of a trained model."""
+
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up; linear and cosine fall to 0 at the last step."""
+
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+
+    clip_norm: float = 1.0
+    """Most that the norm of all gradients may be; 0 for no limit."""
+
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """What is computed in 16 bits while the weights stay as they are. 'auto' is bf16 on a GPU and no on the CPU."""
+
+    use_ema: bool = False
+    """Keep a moving average of the weights; pictures and the result are of the average."""
+
+    ema_decay: float = 0.999
+    """Memory of the moving average: 0.999 averages the last thousand steps."""
+
+    cuda_graphs: bool = False
+    """Record the computation of each batch shape once and replay it: a model of a few million parameters, whose time goes
+    into launching kernels, trains several times faster. One CUDA device, weights on it."""
+
+    torch_compile: bool = False
+    """Compile what is computed most: slow first steps, then faster and smaller."""
+
+    resume: str | None = None
+    """Go on from a state: 'auto' for the newest complete one in --output-dir (or the start, if there is none), or a folder."""
+
+    save_every: int = 500
+    """Steps between states; 0 saves at the end alone."""
+
+    keep: int = 2
+    """Newest states that are kept."""
+
+    log_every: int = 10
+    """Steps between lines of metrics."""
+
+    validate_every: int = 500
+    """Steps between looks at the held-out data; 0 for none before the end."""
+
+    seed: int = 0
+    """Seed of everything random; the same seed gives the same run."""
+
+    workers: int = 2
+    """Processes that read ahead; 0 reads in between."""
+
+    device: str = "auto"
+    """Where to compute: cuda, cuda:1, mps or cpu. 'auto' takes the best there is, under torchrun one GPU for each process."""
+
+    distributed: bool = False
+    """Make sure that this was started by torchrun; ranks join anyway where it was."""
+
+    memory_snapshot: Path | None = None
+    """If device memory grows, write PyTorch's memory snapshot here and name the lines that hold it; costs some time."""
+
+    def check(self) -> None:
+        check_least(
+            ("--num-steps", self.num_steps, 1),
+            ("--num-epochs", self.num_epochs, 1),
+            ("--batch-size", self.batch_size, 1),
+            ("--gradient-accumulation", self.gradient_accumulation, 1),
+            ("--learning-rate", self.learning_rate, 0),
+            ("--warmup-steps", self.warmup_steps, 0),
+            ("--weight-decay", self.weight_decay, 0),
+            ("--clip-norm", self.clip_norm, 0),
+            ("--save-every", self.save_every, 0),
+            ("--keep", self.keep, 1),
+            ("--log-every", self.log_every, 1),
+            ("--validate-every", self.validate_every, 0),
+            ("--seed", self.seed, 0),
+            ("--workers", self.workers, 0),
+        )
+        check_shares(("--ema-decay", self.ema_decay))
+
+
+def check_least(*values: tuple[str, float | None, float]) -> None:
+    """Raise ``UsageError`` for a flag whose value is below its least, or no number."""
+    for flag, value, least in values:
+        if value is not None and (not math.isfinite(value) or value < least):
+            raise UsageError(f"{flag} {value} is out of range.", fix=f"Give {least} or more.")
+
+
+def check_shares(*values: tuple[str, float]) -> None:
+    """Raise ``UsageError`` for a flag whose value is not between 0 and 1."""
+    for flag, value in values:
+        if not 0 <= value <= 1:
+            raise UsageError(f"{flag} {value} is not a share.", fix="Give a number from 0 to 1.")

@@ -1,0 +1,40 @@
+"""LoRA adapters on a model that is still empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from wandistiller.errors import UsageError
+from wandistiller.memory.placement import Subject
+from wandistiller.memory.streaming import bind
+
+
+def add_adapters(subject: Subject, *, rank: int, alpha: int, targets: Sequence[str], seed: int) -> Subject:
+    """Add adapters, which are real and in float32 while the model is still empty."""
+    from peft import LoraConfig
+
+    model = subject.model
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise UsageError(f"--lora-targets {target}: the model has no such layer.", fix="to_q, to_k and to_v are usual.")
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets)))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            values = torch.zeros(parameter.shape)
+            if ".lora_A." in name:  # as peft does it: uniform up to 1 / sqrt(inputs), and zeros for the second factor
+                values.uniform_(-1, 1, generator=generator).div_(parameter.shape[1] ** 0.5)
+            bind(parameter, values)
+    assert subject.read is not None and subject.locate is not None
+    read, locate = subject.read, subject.locate
+    # peft puts the layer itself one level down.
+    return replace(
+        subject,
+        read=lambda name: read(name.replace(".base_layer.", ".")),
+        locate=lambda name: None if ".lora_" in name else locate(name.replace(".base_layer.", ".")),
+    )

@@ -1,0 +1,144 @@
+"""Distillation: the student learns to say what the teacher says, where sampling will ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wandistiller.data.loader import Batch
+from wandistiller.distributed.ranks import Ranks
+from wandistiller.flow.path import NUM_TIMESTEPS, data_from_velocity, interpolate, velocity_target
+from wandistiller.train.method import Losses, Role, Turn
+from wandistiller.train.teacher import Teaches, tapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objectives:
+    """What counts how much."""
+
+    output: float = 1.0
+    """The teacher's velocity for the caption."""
+    guidance: float = 0.0
+    """The teacher's guided velocity, so that the student needs no second pass."""
+    feature: float = 0.0
+    """What matched blocks give, relative to how much that is."""
+    data: float = 0.0
+    """Flow matching on real latents."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        return bool(self.output or self.guidance or self.feature)
+
+
+@dataclass(frozen=True)
+class MatchedBlocks:
+    """Which block of the teacher each block of the student follows, and which of its channels the student has."""
+
+    student: Sequence[int]
+    teacher: Sequence[int]
+    channels: Tensor | None = None
+    """None for all."""
+
+
+class Distillation:
+    """Trains ``student``. Batches have ``sigma``, ``text`` and ``noisy``, or ``latents`` and ``noise`` to make it from.
+
+    Where a batch brings its ``target`` along the teacher is not asked: it has been, once, and what it said was stored.
+    """
+
+    def __init__(
+        self,
+        student: Role,
+        teacher: Teaches | None,
+        objectives: Objectives,
+        *,
+        guidance_scale: float,
+        dtype: torch.dtype,
+        matched: MatchedBlocks | None = None,
+    ) -> None:
+        self.student = student
+        self.roles: Mapping[str, Role] = {student.name: student}
+        self.turns: Sequence[Turn] = (Turn(student.name, self.losses),)
+        self._teacher = teacher
+        self._objectives = objectives
+        self._scale = guidance_scale
+        self._dtype = dtype
+        self._matched = matched if objectives.feature else None
+
+    def finish_step(self, ranks: Ranks) -> None:
+        """Nothing is left to do."""
+
+    def losses(self, batch: Batch) -> Losses:
+        """Return the weighted sum of the objectives, and each of them."""
+        tensors, weights = batch.tensors, self._objectives
+        sigma, text = tensors["sigma"], tensors["text"]
+        noisy = tensors["noisy"] if "noisy" in tensors else interpolate(tensors["latents"], tensors["noise"], sigma)
+        targets: dict[str, Tensor] = {}
+        features: list[Tensor] = []
+        if "target" in tensors:
+            targets["guidance" if weights.guidance else "output"] = tensors["target"]
+        elif weights.needs_teacher:
+            assert self._teacher is not None
+            blocks = self._matched.teacher if self._matched is not None else ()
+            if weights.output or blocks:
+                answer = self._teacher.answer(noisy, sigma, text, blocks=blocks)
+                targets["output"], features = answer.velocity, answer.features
+            if weights.guidance:
+                targets["guidance"] = self._teacher.answer(noisy, sigma, text, scale=self._scale).velocity
+        if weights.data:
+            targets["data"] = velocity_target(tensors["latents"], tensors["noise"])
+        with tapped(self.student.model, self._matched.student if self._matched is not None else ()) as found:
+            velocity = self._call(noisy, sigma, text)
+        metrics = {name: (velocity - target).square().mean() for name, target in targets.items() if getattr(weights, name)}
+        if self._matched is not None:
+            metrics["feature"] = self._feature_loss(found, features, self._matched)
+        total = torch.stack([getattr(weights, name) * value for name, value in metrics.items()]).sum()
+        named = {f"{name}_loss": value.detach() for name, value in metrics.items()}
+        reference = next(iter(targets.values()))
+        return Losses(total, {**named, **_health(noisy, sigma, velocity.detach(), reference)})
+
+    @torch.no_grad()
+    def held_out_errors(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the error of the velocity against the data's own, of each sample."""
+        sigma = tensors["sigma"]
+        noisy = interpolate(tensors["latents"], tensors["noise"], sigma)
+        velocity = self._call(noisy, sigma, tensors["text"])
+        return (velocity - velocity_target(tensors["latents"], tensors["noise"])).square().flatten(1).mean(1)
+
+    def _call(self, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+        velocity: Tensor = self.student(
+            hidden_states=noisy.to(self._dtype),
+            timestep=NUM_TIMESTEPS * sigma,
+            encoder_hidden_states=text.to(self._dtype),
+            return_dict=False,
+        )[0]
+        return velocity.float()
+
+    @staticmethod
+    def _feature_loss(found: Sequence[Tensor], wanted: Sequence[Tensor], matched: MatchedBlocks) -> Tensor:
+        """Return the mean over blocks of the squared error, each relative to the square of what is wanted."""
+        losses = []
+        for mine, theirs in zip(found, wanted, strict=True):
+            target = theirs.float() if matched.channels is None else theirs.float()[..., matched.channels.to(theirs.device)]
+            losses.append((mine.float() - target).square().mean() / target.square().mean().clamp_min(1e-8))
+        return torch.stack(losses).mean()
+
+
+@torch.no_grad()
+def _health(noisy: Tensor, sigma: Tensor, velocity: Tensor, reference: Tensor) -> dict[str, Tensor]:
+    """Compare the data that both predict: their spread, values far out, and what changes from frame to frame.
+
+    A student that collapses paints the average: its spread falls far below the teacher's while the loss looks fine.
+    """
+    mine, theirs = (data_from_velocity(noisy, each, sigma) for each in (velocity, reference))
+    found = {
+        "health/spread": mine.std() / theirs.std().clamp_min(1e-6),
+        "health/saturation": (mine.abs() > 4).float().mean() - (theirs.abs() > 4).float().mean(),
+    }
+    if mine.shape[2] > 1:
+        motion, expected = (each.diff(dim=2).square().mean() for each in (mine, theirs))
+        found["health/motion"] = (motion / expected.clamp_min(1e-6)).sqrt()
+    return found

@@ -1,0 +1,111 @@
+"""Where a transformer in training draws: captions and their embeddings, the solver's settings, the VAE for as long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from wandistiller.config.transformer_training import TransformerTrainingConfig
+from wandistiller.data.buckets import Bucket
+from wandistiller.data.cached_samples import CachedSamples
+from wandistiller.models.devices import find_dtype
+from wandistiller.models.latents import denormalise
+from wandistiller.models.load import load_model
+from wandistiller.models.pipeline import Pipeline
+from wandistiller.models.stored import StoredModel
+from wandistiller.models.text import encode_prompts
+from wandistiller.models.text_padding import trim_padding
+from wandistiller.train.callbacks import Callback
+from wandistiller.train.drawing import Drawing
+from wandistiller.train.ema import MovingAverage
+from wandistiller.train.marks import MeasureMarks
+from wandistiller.train.method import Role
+from wandistiller.train.runs import Run
+from wandistiller.train.samples import DrawSamples
+
+_DEFAULT_SAMPLES = 4
+_FPS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Studio:
+    """How pictures are drawn while training."""
+
+    config: TransformerTrainingConfig
+    pipeline: Pipeline
+    vae: StoredModel
+    device: torch.device
+    dtype: torch.dtype
+    """What the transformer's inputs are in."""
+
+    @property
+    def shift(self) -> float:
+        return self.config.sigma_shift or self.pipeline.shift or 1.0
+
+    def callbacks(
+        self, run: Run, role: Role, samples: CachedSamples, held_out: CachedSamples | None, average: MovingAverage | None
+    ) -> list[Callback]:
+        """Return those that the configuration asks for: marks of a held-out world, and pictures every so often."""
+        config = self.config
+        found: list[Callback] = []
+        if held_out is not None and config.judge_samples:
+            drawings = self.draw_captions(held_out, config.judge_samples)
+            every = config.validate_every
+            found.append(MeasureMarks(role, drawings, self.decode, run.metrics, every=every, average=average))
+        if config.sample_every:
+            folder = config.output_dir / "samples"
+            drawing = self.draw_prompts(samples)
+            found.append(DrawSamples(role, drawing, self.decode, folder, fps=_FPS, every=config.sample_every, average=average))
+        return found
+
+    def decode(self, latents: Sequence[Tensor]) -> list[Tensor]:
+        """Decode samples; the VAE is in memory only for as long."""
+        vae: Any = load_model(self.vae, dtype=torch.float32, device=self.device)
+        with torch.no_grad():
+            return [vae.decode(denormalise(each[None], self.vae.config), return_dict=False)[0][0].cpu() for each in latents]
+
+    def draw_prompts(self, samples: CachedSamples) -> Drawing:
+        """Return what is drawn every so often: the prompts that were asked for, or the first captions."""
+        config = self.config
+        if not config.sample_prompts:
+            chosen = range(min(_DEFAULT_SAMPLES, len(samples)))
+            return self._drawing(samples, chosen, samples.latents(0).shape)
+        text = encode_prompts(
+            self.pipeline.part("text_encoder"),
+            self.pipeline.part("tokenizer"),
+            config.sample_prompts,
+            device=self.device,
+            dtype=find_dtype(config.dtype, self.device),
+        ).float()
+        text = trim_padding(text) if samples.trims_text else text
+        return self._make(config.sample_prompts, text, samples.empty_text, samples.latents(0).shape)
+
+    def draw_captions(self, samples: CachedSamples, limit: int) -> list[Drawing]:
+        """Return the first captions, those of each size together."""
+        found: dict[Bucket, list[int]] = {}
+        for index in range(min(limit, len(samples))):
+            found.setdefault(samples.buckets[index], []).append(index)
+        return [self._drawing(samples, indices, samples.latents(indices[0]).shape) for indices in found.values()]
+
+    def _drawing(self, samples: CachedSamples, indices: Sequence[int], shape: torch.Size) -> Drawing:
+        text = pad_sequence([samples.text(index) for index in indices], batch_first=True)
+        return self._make([samples.caption(index) for index in indices], text, samples.empty_text, shape)
+
+    def _make(self, prompts: Sequence[str], text: Tensor, empty_text: Tensor, shape: torch.Size) -> Drawing:
+        return Drawing(
+            prompts=prompts,
+            text=text,
+            empty_text=empty_text,
+            latent_shape=(shape[0], shape[1], shape[2], shape[3]),
+            num_steps=self.config.sample_steps,
+            shift=self.shift,
+            solver=self.pipeline.solver,
+            cfg_scale=self.config.cfg_scale,
+            seed=self.config.seed,
+            dtype=self.dtype,
+        )

@@ -1,0 +1,145 @@
+"""A teacher: a frozen transformer, or two experts, that is asked for velocities. What it answers carries no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wandistiller.distributed.ranks import Ranks
+from wandistiller.flow.guidance import guide, needs_unconditional
+from wandistiller.flow.path import NUM_TIMESTEPS
+from wandistiller.memory.experts import Experts
+
+
+@dataclass
+class Answer:
+    """Velocities for a batch, and what blocks gave where that was asked for."""
+
+    velocity: Tensor
+    features: list[Tensor] = field(default_factory=list)
+
+
+class Teaches(Protocol):
+    """Whoever answers, wherever the weights are."""
+
+    def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
+        """Return velocities in float32, guided if ``scale`` is above 1, and the hidden states after some blocks."""
+        ...
+
+
+class Teacher:
+    """Answers from weights that this process holds."""
+
+    def __init__(self, experts: Experts, empty_text: Tensor, *, device: torch.device, dtype: torch.dtype) -> None:
+        """``device`` is where questions come from and answers go to."""
+        self._experts = experts
+        self._empty_text = empty_text
+        self._device = device
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
+        # Of a batch that lies on both sides of the boundary each expert gets its own.
+        experts = [self._experts.index_at(NUM_TIMESTEPS * value) for value in sigma.tolist()]
+        if len(set(experts)) == 1:
+            return self._ask(noisy, sigma, text, scale, blocks)
+        parts = [[i for i, each in enumerate(experts) if each == expert] for expert in sorted(set(experts))]
+        answers = [self._ask(noisy[rows], sigma[rows], text[rows], scale, blocks) for rows in parts]
+        order = torch.tensor([i for rows in parts for i in rows]).argsort()
+
+        def together(tensors: list[Tensor]) -> Tensor:
+            return torch.cat(tensors)[order.to(tensors[0].device)]
+
+        features = [together([answer.features[k] for answer in answers]) for k in range(len(blocks))]
+        return Answer(together([answer.velocity for answer in answers]), features)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._experts.release()
+
+    def _ask(self, noisy: Tensor, sigma: Tensor, text: Tensor, scale: float, blocks: Sequence[int]) -> Answer:
+        model = self._experts.at(NUM_TIMESTEPS * float(sigma[0]))
+        with tapped(model, blocks) as features:
+            velocity = self._call(model, noisy, sigma, text)
+            kept = list(features)
+        if needs_unconditional(scale):
+            empty = self._empty_text.to(text.device).expand(len(noisy), -1, -1)
+            velocity = guide(velocity, self._call(model, noisy, sigma, empty), scale)
+        self._experts.keep_up()
+        return Answer(velocity, kept)
+
+    def _call(self, model: nn.Module, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+        velocity: Tensor = model(
+            hidden_states=noisy.to(self._dtype),
+            timestep=NUM_TIMESTEPS * sigma,
+            encoder_hidden_states=text.to(self._dtype),
+            return_dict=False,
+        )[0]
+        return velocity.to(self._device, torch.float32)
+
+
+@contextmanager
+def tapped(model: nn.Module, blocks: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Collect what some of a model's blocks give while the block runs, in their order."""
+    found: list[Tensor] = []
+    layers = model.get_submodule("blocks")
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [layers[index].register_forward_hook(note) for index in blocks]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class ServedTeacher:
+    """Rank 0 holds the teacher and answers every rank's questions; all ranks must ask at the same time."""
+
+    def __init__(self, teacher: Teacher | None, ranks: Ranks, device: torch.device) -> None:
+        """``teacher`` is None on all ranks but the first."""
+        self._teacher = teacher
+        self._ranks = ranks
+        self._device = device
+
+    def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
+        shapes = self._ranks.gather([tuple(each.shape) for each in (noisy, sigma, text)])
+        if self._teacher is None:
+            for each in (noisy, sigma, text):
+                dist.send(each.contiguous().float(), 0)
+            return Answer(*self._receive_answer(noisy, len(blocks)))
+        mine = None
+        for rank, asked in enumerate(shapes):
+            question = [noisy, sigma, text] if rank == 0 else [self._receive(shape, rank) for shape in asked]
+            found = self._teacher.answer(*question, scale=scale, blocks=blocks)
+            if rank == 0:
+                mine = found
+                continue
+            dist.send(found.velocity.contiguous(), rank)
+            for feature in found.features:
+                dist.send(torch.tensor(feature.shape, device=self._device), rank)
+                dist.send(feature.contiguous().float(), rank)
+        assert mine is not None
+        return mine
+
+    def _receive_answer(self, like: Tensor, num_features: int) -> tuple[Tensor, list[Tensor]]:
+        velocity = self._receive(tuple(like.shape), 0)
+        features = []
+        for _ in range(num_features):
+            shape = torch.zeros(3, dtype=torch.int64, device=self._device)
+            dist.recv(shape, 0)
+            features.append(self._receive(tuple(shape.tolist()), 0))
+        return velocity, features
+
+    def _receive(self, shape: tuple[int, ...], rank: int) -> Tensor:
+        tensor = torch.empty(shape, device=self._device)
+        dist.recv(tensor, rank)
+        return tensor

@@ -1,0 +1,71 @@
+"""The data of a transformer's training: encoded with the run's own settings, then read from the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller.config.encode import EncodeConfig
+from wandistiller.config.transformer_training import TransformerTrainingConfig
+from wandistiller.data.cached_samples import CachedSamples, Randomness
+from wandistiller.data.encoded import EncodedData, encode_data
+from wandistiller.memory.host_limits import available_host_memory
+from wandistiller.models.latents import latent_shape, num_tokens
+from wandistiller.models.text_padding import can_fold_padding
+from wandistiller.units import Bytes
+
+
+def encode_training_data(
+    config: TransformerTrainingConfig, model: str, dataset: str, cache_dir: Path | None, device: torch.device
+) -> EncodedData:
+    """Fill the caches of a data set; the encoders are gone afterwards."""
+    return encode_data(
+        EncodeConfig(
+            model=model,
+            dataset_path=dataset,
+            cache_dir=cache_dir,
+            vae_checkpoint=config.vae_checkpoint,
+            width=config.width,
+            height=config.height,
+            frames=config.frames,
+            max_aspect=config.max_aspect,
+            device=str(device),
+            dtype=config.dtype,
+            skip_bad=config.skip_bad,
+        )
+    )
+
+
+def encode_held_out(config: TransformerTrainingConfig, model: str, device: torch.device) -> EncodedData | None:
+    """Fill the caches of the held-out data, where there are any."""
+    if config.held_out is None:
+        return None
+    # In a folder of its own, as names may be the same as those of the training data.
+    cache_dir = config.cache_dir / "held_out" if config.cache_dir else None
+    return encode_training_data(config, model, config.held_out, cache_dir, device)
+
+
+def folds_padding(transformer: Mapping[str, Any], data: EncodedData) -> bool:
+    """Say whether captions go without their padding: not where samples are as long as videos."""
+    buckets = {bucket for bucket in data.buckets if bucket is not None}
+    shapes = [latent_shape(data.vae.config, (bucket.frames, bucket.height, bucket.width)) for bucket in buckets]
+    return can_fold_padding(transformer, max(num_tokens(transformer, shape) for shape in shapes))
+
+
+def open_samples(
+    data: EncodedData, randomness: Randomness, transformer: Mapping[str, Any], *, workers: int, trims_text: bool
+) -> CachedSamples:
+    """Return what is in the caches as samples, with a quarter of the free memory for each process that reads."""
+    return CachedSamples(
+        data.source,
+        data.buckets,
+        data.texts,
+        data.latents,
+        text_width=transformer["text_dim"],
+        randomness=randomness,
+        memory=Bytes(available_host_memory() // (4 * (workers + 1))),
+        trims_text=trims_text,
+    )
