@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wandistiller.config.command import CommandConfig
+from wandistiller.config.distill import DistillConfig
 from wandistiller.config.doctor import DoctorConfig
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.export import ExportConfig
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from wandistiller.data.encode import Encoded
     from wandistiller.doctor import Diagnosis
     from wandistiller.sample.sampler import Sample
+    from wandistiller.train.distill_run import Distilled
     from wandistiller.train.finetune_run import Trained
     from wandistiller.train.vae_run import TrainedVae
 
@@ -321,6 +323,16 @@ class WanVAE(AutoencoderKLWan):
 
 def _recompute(module: nn.Module, *args: Any) -> Any:
     return checkpoint(module.__call__, *args, use_reentrant=False)
+
+
+def distill(config: DistillConfig | None = None, **fields: Any) -> Distilled:
+    """Distil a teacher into a student: ``distill(teacher_path=..., data_path=...)`` or ``distill(DistillConfig(...))``.
+
+    The fields are the flags of ``wandistiller distill``.
+    """
+    from wandistiller.train.distill_run import run_distill
+
+    return run_distill(_config(DistillConfig, config, fields))
 
 
 def train(config: TrainConfig | None = None, **fields: Any) -> Trained:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +31,18 @@ def write_pipeline(target: Path, pipeline: Pipeline, replaced: Mapping[str, Call
         for name, write in replaced.items():
             write(partial / name)
         shutil.copyfile(pipeline.folder / "model_index.json", partial / "model_index.json")
+
+
+def write_student_pipeline(target: Path, pipeline: Pipeline, write: Callable[[Path], None]) -> None:
+    """Write a pipeline whose one transformer is new; where the old one had two experts, the new one has none."""
+    replaced = replace(pipeline, parts={name: path for name, path in pipeline.parts.items() if name != "transformer_2"})
+    write_pipeline(target, replaced, {"transformer": write})
+    if "transformer_2" in pipeline.parts:
+        index = target / "model_index.json"
+        values = json.loads(index.read_text(encoding="utf-8"))
+        values |= {"transformer_2": [None, None], "boundary_ratio": None}
+        with complete_or_absent(index) as partial:
+            partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def write_model(folder: Path, model: nn.Module) -> None:

@@ -36,6 +36,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "distill": Command("distill:DistillConfig", "make a smaller model that draws what a large one draws"),
     "train": Command("train:TrainConfig", "fine-tune with flow matching on pictures and clips, full or LoRA"),
     "train-vae": Command("train_vae:TrainVaeConfig", "train or fine-tune a VAE with KL, LPIPS and a critic"),
     "lpips": Command("lpips:LpipsConfig", "convert the weights of the perceptual loss, once, for train-vae --use-lpips"),

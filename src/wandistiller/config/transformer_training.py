@@ -83,6 +83,9 @@ class TransformerTrainingConfig(TrainingConfig):
     sample_every: int = 0
     """Steps between sample pictures; 0 for none."""
 
+    sample_dir: Path | None = None
+    """Folder of the sample pictures. Default: samples in --output-dir."""
+
     sample_prompts: tuple[str, ...] = ()
     """Prompts of the samples. Default: the first captions of the data."""
 

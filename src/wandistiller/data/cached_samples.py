@@ -85,6 +85,11 @@ class CachedSamples(SourceSamples):
         """Return a sample's latents (channels, frames, height, width), normalised."""
         return self._remembered("latents", index, lambda: self._latents.read(self.name(index), self.buckets[index]))
 
+    def latent_shape(self, index: int) -> tuple[int, int, int, int]:
+        """Return the shape of a sample's latents."""
+        channels, frames, height, width = self.latents(index).shape
+        return channels, frames, height, width
+
     def text(self, index: int) -> Tensor:
         """Return a caption's embeddings (512, width), or fewer without their padding."""
         return self._remembered("text", index, lambda: self._read_text(self.name(index), self.caption(index)))
@@ -97,6 +102,7 @@ class CachedSamples(SourceSamples):
         return {
             "latents": latents,
             "text": text,
+            "place": torch.tensor(place, dtype=torch.float64),
             "sigma": torch.tensor(self._randomness.sigma.quantile(place), dtype=torch.float32),
             "noise": torch.randn(latents.shape, generator=generator),
         }

@@ -42,7 +42,7 @@ from wandistiller.models.devices import find_device, find_dtype, free_memory
 from wandistiller.models.latents import normalise
 from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline, find_pipeline
-from wandistiller.models.sizes import SIZES
+from wandistiller.models.sizes import usual_size
 from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.text import open_text_encoder
 from wandistiller.models.vae_tiles import TILE, encode_tiled
@@ -135,8 +135,7 @@ def plan_buckets(
     vae_config: Mapping[str, Any], width: int | None, height: int | None, frames: Sequence[int], max_aspect: float
 ) -> list[Bucket]:
     """Return the buckets for a VAE; what is not given is what models with such a VAE are usually sampled at."""
-    known = [size for size in SIZES.values() if size.vae["z_dim"] == vae_config["z_dim"]]
-    usual = known[0] if known else SIZES["wan2.1-1.3b"]
+    usual = usual_size(vae_config)
     return make_buckets(
         width or usual.width,
         height or usual.height,

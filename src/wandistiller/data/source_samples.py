@@ -15,7 +15,7 @@ class SourceSamples:
         """``buckets`` has one entry an item of the source; those without a bucket are left out."""
         self.source = source
         self.items = [index for index, bucket in enumerate(buckets) if bucket is not None]
-        self.buckets = [bucket for bucket in buckets if bucket is not None]
+        self.buckets: Sequence[Bucket] = [bucket for bucket in buckets if bucket is not None]
 
     def __len__(self) -> int:
         return len(self.items)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.data.buckets import Bucket
+from wandistiller.data.cached_samples import CachedSamples
+from wandistiller.data.loader import sample_generator
+from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import OutOfRoomError, UsageError
 from wandistiller.files import complete_or_absent
+from wandistiller.flow.path import interpolate
 from wandistiller.models.weight_files import Planned, write_safetensors
 from wandistiller.terminal import progress
 from wandistiller.units import Bytes
@@ -97,19 +102,25 @@ class TeacherRecords:
         path = self.folder / _ABOUT
         return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8"))["complete"])
 
-    def fill(self, ask: Callable[[int], Records]) -> None:
-        """Make the shards that are missing; ``ask`` gives one by its number."""
+    def fill(self, ask: Callable[[int], Records], ranks: Ranks, *, together: bool = True) -> None:
+        """Make the shards that are missing; ``ask`` gives one by its number. Ranks share the work, or the first does it."""
         self.check()
-        self.folder.mkdir(parents=True, exist_ok=True)
         if self.is_complete:
             return
-        self._write_about(complete=False)
+        if ranks.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write_about(complete=False)
+        ranks.wait()
         missing = [number for number in range(self.plan.num_shards) if not self._shard(number).is_file()]
-        with progress("Asking the teacher", len(missing) * self.plan.records_per_shard, "record") as advance:
-            for number in missing:
+        mine = missing[ranks.rank :: ranks.world_size] if together else missing if ranks.is_first else []
+        with progress("Asking the teacher", len(mine) * self.plan.records_per_shard, "record") as advance:
+            for number in mine:
                 self._write(number, ask(number))
                 advance(self.plan.records_per_shard)
-        self._write_about(complete=True)
+        ranks.wait()
+        if ranks.is_first:
+            self._write_about(complete=True)
+        ranks.wait()
 
     def read(self, index: int) -> dict[str, Tensor]:
         """Return ``noisy``, ``sigma``, ``target`` and ``item`` of one record, in float32."""
@@ -128,10 +139,7 @@ class TeacherRecords:
             "sigma": records.sigma.float().cpu(),
             "item": records.item.long().cpu(),
         }
-        planned = [
-            Planned(name, each.dtype, tuple(each.shape), functools.partial(_same, each)) for name, each in values.items()
-        ]
-        write_safetensors(self._shard(number), planned, {})
+        write_safetensors(self._shard(number), [_planned(name, each) for name, each in values.items()], {})
 
     def _write_about(self, *, complete: bool) -> None:
         text = json.dumps({"about": dict(self.plan.about), "count": len(self), "complete": complete}, indent=1)
@@ -170,7 +178,25 @@ class RecordSamples:
         return {**found, "text": self._texts(item)}
 
 
-def batches_of(count: int, size: int) -> Iterator[range]:
-    """Cut numbers into batches, the last one perhaps smaller."""
-    for start in range(0, count, size):
-        yield range(start, min(start + size, count))
+def record_draws(
+    samples: CachedSamples,
+    items: Sequence[int],
+    num_draws: int,
+    seed: int,
+    ask: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Records:
+    """Draw noise and sigmas for samples of a data set, and keep what ``ask(noisy, sigma, text)`` says to each draw."""
+    found = []
+    for draw in range(num_draws):
+        drawn = [samples.read(item, sample_generator(seed, draw, item)) for item in items]
+        batch = {name: pad_sequence([each[name] for each in drawn], batch_first=True) for name in ("latents", "noise", "text")}
+        sigma = torch.stack([each["sigma"] for each in drawn])
+        noisy = interpolate(batch["latents"], batch["noise"], sigma)
+        found.append(Records(noisy, sigma, ask(noisy, sigma, batch["text"]), torch.tensor(items)))
+    return join_records(found)
+
+
+def join_records(records: Sequence[Records]) -> Records:
+    """Return all of them as one."""
+    names = ("noisy", "sigma", "target", "item")
+    return Records(*(torch.cat([getattr(each, name) for each in records]) for name in names))

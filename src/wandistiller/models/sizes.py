@@ -200,3 +200,9 @@ def find_size(name: str) -> Size:
     if name not in SIZES:
         raise UsageError(f"There is no Wan size '{name}'{nearest(name, SIZES)}", fix=f"Choose one of {', '.join(SIZES)}.")
     return SIZES[name]
+
+
+def usual_size(vae_config: Config) -> Size:
+    """Return the size whose models have such a VAE, for what they are usually sampled at."""
+    known = [size for size in SIZES.values() if size.vae["z_dim"] == vae_config["z_dim"]]
+    return known[0] if known else SIZES["wan2.1-1.3b"]

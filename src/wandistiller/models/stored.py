@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,11 @@ class StoredModel:
     def num_bytes(self) -> int:
         """What the model's tensors take in the files."""
         return sum(self.weights.entries[key].num_bytes for key in self.names.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that the model is made of."""
+        return sum(math.prod(self.weights.entries[key].shape) for key in self.names.values())
 
     def read_for(self, key: str, dtype: torch.dtype | None) -> Tensor:
         """Return one tensor as a model in ``dtype`` has it: in float32 where Wan keeps that; None for what is stored."""

@@ -196,7 +196,7 @@ def _train(
     samples = _samples(job, data)
     samples.preload()
     validation = _samples(job, held_out) if held_out is not None else None
-    run = Run.over(samples, config, job.device, job.precision, ranks, monitor)
+    run = Run.over(samples.buckets, config, job.device, job.precision, ranks, monitor)
     method = FlowMatching(student, dtype=job.dtype, pixels=_pixel_loss(job, data))
     average = run.make_average(student)
     callbacks: list[Callback] = []

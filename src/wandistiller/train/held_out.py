@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,7 +13,6 @@ from wandistiller.data.loader import sample_generator
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.ema import MovingAverage
-from wandistiller.train.methods.finetune import FlowMatching
 from wandistiller.train.metrics import WriteMetrics
 from wandistiller.train.optimisation import autocast
 
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
+class MeasuresErrors(Protocol):
+    """A method that can say how far off it is on given samples."""
+
+    def held_out_errors(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
+
+
 class MeasureHeldOut(EverySoOften):
     """Writes ``held_out/loss`` and one loss for each quantile; ranks share the samples."""
 
     def __init__(
         self,
-        method: FlowMatching,
+        method: MeasuresErrors,
         samples: CachedSamples,
         sigma: SigmaDistribution,
         metrics: WriteMetrics,

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.out_of_memory import Failure
@@ -55,4 +56,27 @@ def find_remedies(config: TrainConfig, transformer: StoredModel, device: torch.d
         layers = transformer.config["num_layers"]
         saves = Bytes(fixed * (layers - 2) // layers)
         found.append(Remedy(changes={"placement": "offload"}, saves=saves, slowdown=1.05, why="weights in host memory"))
+    return found
+
+
+def find_distill_remedies(config: DistillConfig, failure: Failure) -> list[Remedy]:
+    """Return what the flags of ``distill`` can do."""
+    if failure.kind != "device":
+        return []
+    held = failure.in_use + (failure.asked or 0)
+    found: list[Remedy] = []
+    if config.strategy in ("auto", "gpu", "gpu0") and not config.is_stored:
+        saves = Bytes(held // 2)
+        found.append(Remedy(changes={"teacher_device_strategy": "offload"}, saves=saves, slowdown=1.1, why="teacher streamed"))
+    if config.noisy_source == "dataset" and not config.cache_teacher:
+        found.append(Remedy(changes={"cache_teacher": True}, saves=Bytes(held // 2), why="no teacher while training"))
+    if config.is_stored and config.rollout_batch > 1:
+        half = config.rollout_batch // 2
+        found.append(Remedy(changes={"rollout_batch": half}, saves=Bytes(held // 3), slowdown=1.1))
+    if config.policy == "none":
+        found.append(Remedy(changes={"activation_policy": "selective"}, saves=Bytes(held // 2), slowdown=1.14))
+    if config.batch_size > 1:
+        half = config.batch_size // 2
+        changes = {"batch_size": half, "gradient_accumulation": config.gradient_accumulation * 2}
+        found.append(Remedy(changes=changes, saves=Bytes(round(held * (1 - half / config.batch_size) * 0.6)), slowdown=1.05))
     return found

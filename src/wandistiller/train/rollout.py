@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.data.loader import sample_generator
-from wandistiller.data.teacher_records import Records
+from wandistiller.data.teacher_records import Records, join_records
 from wandistiller.flow.solver import SOLVERS, integrate
 from wandistiller.train.teacher import Teaches
 
@@ -48,4 +48,4 @@ def roll_out(
 
     chosen = SOLVERS[solver]
     integrate(chosen.steps, velocity, noise.to(device), chosen.schedule(num_steps, shift))
-    return Records(*(torch.cat([getattr(each, name) for each in found]) for name in ("noisy", "sigma", "target", "item")))
+    return join_records(found)

@@ -13,8 +13,8 @@ import torch
 from wandistiller.checkpoint.training_state import TrainingStates, load_state
 from wandistiller.config.training import TrainingConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
+from wandistiller.data.buckets import Bucket
 from wandistiller.data.loader import SampleReader
-from wandistiller.data.source_samples import SourceSamples
 from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.ranks import Ranks, rank_device, read_ranks
 from wandistiller.errors import UsageError
@@ -69,15 +69,15 @@ class Run:
     @classmethod
     def over(
         cls,
-        samples: SourceSamples,
+        buckets: Sequence[Bucket],
         config: TrainingConfig,
         device: torch.device,
         precision: MixedPrecision,
         ranks: Ranks,
         monitor: Monitor,
     ) -> Run:
-        """Plan the steps of a run over samples."""
-        batches = BatchPlan(samples.buckets, config.batch_size, config.seed)
+        """Plan the steps of a run over samples, of which each has a bucket."""
+        batches = BatchPlan(buckets, config.batch_size, config.seed)
         plan = StepPlan(batches, ranks.world_size, config.gradient_accumulation)
         num_steps = config.num_steps or -(-config.num_epochs * batches.batches_per_epoch // plan.batches_per_step)
         return cls(

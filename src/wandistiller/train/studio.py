@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.buckets import Bucket
-from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.models.devices import find_dtype
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
@@ -32,6 +31,22 @@ _DEFAULT_SAMPLES = 4
 _FPS = 16
 
 
+class Captioned(Protocol):
+    """Captions by number, with their embeddings and the shape of what belongs to them."""
+
+    buckets: Sequence[Bucket]
+    trims_text: bool
+    empty_text: Tensor
+
+    def __len__(self) -> int: ...
+
+    def caption(self, index: int) -> str: ...
+
+    def text(self, index: int) -> Tensor: ...
+
+    def latent_shape(self, index: int) -> tuple[int, int, int, int]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Studio:
     """How pictures are drawn while training."""
@@ -48,7 +63,7 @@ class Studio:
         return self.config.sigma_shift or self.pipeline.shift or 1.0
 
     def callbacks(
-        self, run: Run, role: Role, samples: CachedSamples, held_out: CachedSamples | None, average: MovingAverage | None
+        self, run: Run, role: Role, samples: Captioned, held_out: Captioned | None, average: MovingAverage | None
     ) -> list[Callback]:
         """Return those that the configuration asks for: marks of a held-out world, and pictures every so often."""
         config = self.config
@@ -58,7 +73,7 @@ class Studio:
             every = config.validate_every
             found.append(MeasureMarks(role, drawings, self.decode, run.metrics, every=every, average=average))
         if config.sample_every:
-            folder = config.output_dir / "samples"
+            folder = config.sample_dir or config.output_dir / "samples"
             drawing = self.draw_prompts(samples)
             found.append(DrawSamples(role, drawing, self.decode, folder, fps=_FPS, every=config.sample_every, average=average))
         return found
@@ -69,12 +84,12 @@ class Studio:
         with torch.no_grad():
             return [vae.decode(denormalise(each[None], self.vae.config), return_dict=False)[0][0].cpu() for each in latents]
 
-    def draw_prompts(self, samples: CachedSamples) -> Drawing:
+    def draw_prompts(self, samples: Captioned) -> Drawing:
         """Return what is drawn every so often: the prompts that were asked for, or the first captions."""
         config = self.config
         if not config.sample_prompts:
             chosen = range(min(_DEFAULT_SAMPLES, len(samples)))
-            return self._drawing(samples, chosen, samples.latents(0).shape)
+            return self._drawing(samples, chosen, samples.latent_shape(0))
         text = encode_prompts(
             self.pipeline.part("text_encoder"),
             self.pipeline.part("tokenizer"),
@@ -83,25 +98,25 @@ class Studio:
             dtype=find_dtype(config.dtype, self.device),
         ).float()
         text = trim_padding(text) if samples.trims_text else text
-        return self._make(config.sample_prompts, text, samples.empty_text, samples.latents(0).shape)
+        return self._make(config.sample_prompts, text, samples.empty_text, samples.latent_shape(0))
 
-    def draw_captions(self, samples: CachedSamples, limit: int) -> list[Drawing]:
+    def draw_captions(self, samples: Captioned, limit: int) -> list[Drawing]:
         """Return the first captions, those of each size together."""
         found: dict[Bucket, list[int]] = {}
         for index in range(min(limit, len(samples))):
             found.setdefault(samples.buckets[index], []).append(index)
-        return [self._drawing(samples, indices, samples.latents(indices[0]).shape) for indices in found.values()]
+        return [self._drawing(samples, indices, samples.latent_shape(indices[0])) for indices in found.values()]
 
-    def _drawing(self, samples: CachedSamples, indices: Sequence[int], shape: torch.Size) -> Drawing:
+    def _drawing(self, samples: Captioned, indices: Sequence[int], shape: tuple[int, int, int, int]) -> Drawing:
         text = pad_sequence([samples.text(index) for index in indices], batch_first=True)
         return self._make([samples.caption(index) for index in indices], text, samples.empty_text, shape)
 
-    def _make(self, prompts: Sequence[str], text: Tensor, empty_text: Tensor, shape: torch.Size) -> Drawing:
+    def _make(self, prompts: Sequence[str], text: Tensor, empty_text: Tensor, shape: tuple[int, int, int, int]) -> Drawing:
         return Drawing(
             prompts=prompts,
             text=text,
             empty_text=empty_text,
-            latent_shape=(shape[0], shape[1], shape[2], shape[3]),
+            latent_shape=shape,
             num_steps=self.config.sample_steps,
             shift=self.shift,
             solver=self.pipeline.solver,

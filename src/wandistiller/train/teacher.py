@@ -110,6 +110,10 @@ class ServedTeacher:
         self._ranks = ranks
         self._device = device
 
+    def alone(self) -> Teacher | None:
+        """Return the teacher itself, on the rank that has it, for questions that nobody else asks."""
+        return self._teacher
+
     def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
         shapes = self._ranks.gather([tuple(each.shape) for each in (noisy, sigma, text)])
         if self._teacher is None:

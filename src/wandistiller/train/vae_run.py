@@ -107,7 +107,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
     if config.use_lpips:
         with monitor.phase("loading", "perceptual"):
             perceptual = load_lpips(checkpointing=config.lpips_checkpointing).to(job.device)
-    run = Run.over(job.samples, config, job.device, job.precision, ranks, monitor)
+    run = Run.over(job.samples.buckets, config, job.device, job.precision, ranks, monitor)
     method = VaeTraining(
         vae,
         _weights(config),

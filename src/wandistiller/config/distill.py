@@ -1,0 +1,187 @@
+"""``wandistiller distill``: a smaller Wan that draws what a large one draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from wandistiller.config.placement import parse_resident
+from wandistiller.config.training import check_least
+from wandistiller.config.transformer_training import TransformerTrainingConfig
+from wandistiller.errors import UsageError
+
+StrategyName = Literal["auto", "gpu", "gpu0", "offload", "disk", "cpu", "balanced", "sequential", "custom"]
+NoisyName = Literal["auto", "dataset", "trajectories", "noise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(TransformerTrainingConfig):
+    """Distil a Wan teacher into a smaller student that draws what the teacher draws.
+
+    The student starts from the teacher's own layers and learns the teacher's velocities where sampling will take it: on a data
+    set's latents, or, from prompts alone, on the teacher's own trajectories. The result is a diffusers pipeline.
+    """
+
+    teacher_path: str | None = None
+    """The teacher: a diffusers folder, a hub id (owner/name), or 'tiny'. Its encoders prepare the data."""
+
+    student_config: Path | None = None
+    """JSON or TOML file that describes the student: num_layers, num_attention_heads, ffn_dim, ... or depth, hidden_size,
+    num_heads, ...; what it does not say is the teacher's. Default: every second layer of the teacher."""
+
+    student_init: Literal["teacher", "random"] = "teacher"
+    """Start from the teacher's layers, or from random weights, which takes far longer."""
+
+    allow_low_coverage: bool = False
+    """Go on although less than half of the student's weights could be taken from the teacher."""
+
+    data_path: str | None = None
+    """Prompts: a UTF-8 text file with one a line, or captions of the procedural world, as world:COUNT:FRAMESxHEIGHTxWIDTH.
+    Then noisy latents come from the teacher's own trajectories."""
+
+    num_prompts: int | None = None
+    """How many of the prompts are used, from the first. Default: as many as the steps need, or all."""
+
+    noisy_latents: NoisyName = "auto"
+    """Where the student is asked: 'dataset' (noise on real latents, with --dataset-path), 'trajectories' (the way that the
+    teacher takes from noise to a picture, with --data-path), or 'noise' (pure noise at every sigma: a baseline, not
+    recommended, as sampling never asks there). 'auto' follows from what is given."""
+
+    output_weight: float = 1.0
+    """Weight of the teacher's velocity as the target."""
+
+    feature_weight: float = 0.0
+    """Weight of matching what the teacher's blocks compute; helps a student of few layers early on."""
+
+    guidance_weight: float = 0.0
+    """Weight of the teacher's guided velocity as the target: the student then draws with one pass a step."""
+
+    data_weight: float = 0.0
+    """Weight of flow matching on the data set's own latents."""
+
+    guidance_scale: float = 1.0
+    """Guidance of the teacher, on its trajectories and for --guidance-weight."""
+
+    rollout_steps: int = 20
+    """Solver steps of a trajectory; the student is asked at each."""
+
+    rollout_batch: int = 16
+    """Trajectories computed together."""
+
+    refresh_every: int = 0
+    """Epochs after which trajectories are drawn anew with other noise; 0 keeps them."""
+
+    cache_teacher: bool = False
+    """Ask the teacher once about the data set and keep what it says on disk, so that training needs no teacher in memory.
+    Trajectories are always kept."""
+
+    teacher_draws: int = 4
+    """With --cache-teacher: noise and sigmas that are drawn for each sample of the data set."""
+
+    teacher_device_strategy: StrategyName = "auto"
+    """Where the teacher lives: 'gpu' (on each card), 'gpu0' (on rank 0, which answers for all), 'offload' (host memory,
+    streamed), 'disk' (streamed from its files), 'cpu' (computes there), 'balanced', 'sequential' or 'custom' (over several
+    GPUs), or 'auto' (the fastest that fits)."""
+
+    teacher_on_cpu: bool = False
+    """The same as --teacher-device-strategy cpu."""
+
+    balanced_teacher: bool = False
+    """The same as --teacher-device-strategy balanced."""
+
+    teacher_device_map: Path | None = None
+    """Map of modules to devices for 'custom', a JSON or TOML file."""
+
+    teacher_resident: str = "auto"
+    """With 'offload': blocks that stay on the card, or 'auto' for as many as the bus needs."""
+
+    teacher_dtype: Literal["auto", "float32", "float16", "bfloat16", "float8"] = "auto"
+    """Precision of the teacher. float8 stores its blocks in 8 bits and computes in bfloat16, with 'offload'."""
+
+    output_dir: Path = Path("runs/distill")
+    """Folder of the run: states to resume from, samples, metrics.jsonl, TensorBoard files, and the student at the end."""
+
+    learning_rate: float = 1e-4
+    """Step size after the warm-up: 1e-4 is usual for a student that starts from its teacher."""
+
+    def check(self) -> None:
+        super().check()
+        if self.teacher_path is None:
+            raise UsageError("--teacher-path is missing.", fix="Say which model to distil, such as --teacher-path tiny.")
+        if self.data_path is None and self.dataset_path is None:
+            raise UsageError(
+                "Neither --data-path nor --dataset-path was given.",
+                fix="Give a file of prompts with --data-path, or pictures and clips with --dataset-path.",
+            )
+        if self.data_path is not None and self.dataset_path is not None:
+            raise UsageError("--data-path and --dataset-path were both given.", fix="Choose prompts or a data set.")
+        self._check_source()
+        if not self.output_weight and not self.guidance_weight and not self.feature_weight and not self.data_weight:
+            raise UsageError("All weights of objectives are 0.", fix="Give --output-weight 1.")
+        if self.guidance_weight and self.guidance_scale <= 1:
+            raise UsageError("--guidance-weight needs guidance.", fix="Give a --guidance-scale above 1.")
+        if self.output_weight and self.guidance_weight and (self.is_stored):
+            raise UsageError(
+                "What is kept of the teacher is one velocity, with guidance or without.",
+                fix="Add --output-weight 0 to learn the guided one.",
+            )
+        if self.feature_weight and self.is_stored:
+            raise UsageError(
+                "--feature-weight needs the teacher in memory.",
+                why="hidden states are too large to keep on disk.",
+                fix="Use --dataset-path without --cache-teacher.",
+            )
+        if self.feature_weight and self.cuda_graphs:
+            raise UsageError("--feature-weight does not go with --cuda-graphs.", fix="Leave one of them away.")
+        if (self.teacher_on_cpu and self.strategy != "cpu") or (self.balanced_teacher and self.strategy != "balanced"):
+            raise UsageError("Two strategies were given for the teacher.", fix="Choose one.")
+        if self.strategy == "custom" and self.teacher_device_map is None:
+            raise UsageError("'custom' needs a map.", fix="Give --teacher-device-map with a JSON or TOML file.")
+        if self.teacher_dtype == "float8" and self.strategy != "offload":
+            raise UsageError(
+                "float8 is how offloaded weights are stored.", fix="Add --teacher-device-strategy offload, or take bfloat16."
+            )
+        check_least(
+            ("--num-prompts", self.num_prompts, 1),
+            ("--output-weight", self.output_weight, 0),
+            ("--feature-weight", self.feature_weight, 0),
+            ("--guidance-weight", self.guidance_weight, 0),
+            ("--data-weight", self.data_weight, 0),
+            ("--guidance-scale", self.guidance_scale, 0),
+            ("--rollout-steps", self.rollout_steps, 1),
+            ("--rollout-batch", self.rollout_batch, 1),
+            ("--refresh-every", self.refresh_every, 0),
+            ("--teacher-draws", self.teacher_draws, 1),
+        )
+        parse_resident(self.teacher_resident, "--teacher-resident")
+
+    def _check_source(self) -> None:
+        source = self.noisy_source
+        if source == "dataset" and self.dataset_path is None:
+            raise UsageError("--noisy-latents dataset needs a data set.", fix="Give --dataset-path.")
+        if source in ("trajectories", "noise") and self.data_path is None:
+            raise UsageError(f"--noisy-latents {source} needs prompts.", fix="Give --data-path.")
+        if self.data_weight and source != "dataset":
+            raise UsageError("--data-weight needs a data set.", fix="Give --dataset-path.")
+        if self.cache_teacher and source == "noise":
+            raise UsageError("--cache-teacher is for a data set.", fix="Leave it away.")
+
+    @property
+    def noisy_source(self) -> str:
+        """Where noisy latents come from."""
+        if self.noisy_latents != "auto":
+            return self.noisy_latents
+        return "dataset" if self.dataset_path is not None else "trajectories"
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the teacher's answers are on disk before the first step."""
+        return self.noisy_source == "trajectories" or self.cache_teacher
+
+    @property
+    def strategy(self) -> str:
+        """Where the teacher lives, by whichever flag it was asked for."""
+        if self.teacher_device_strategy == "auto":
+            return "cpu" if self.teacher_on_cpu else "balanced" if self.balanced_teacher else "auto"
+        return self.teacher_device_strategy
