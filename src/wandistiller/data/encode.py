@@ -164,7 +164,7 @@ def prepare_encoding(config: EncodeConfig) -> EncodeJob:
     if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
         raise refuse(config.dataset_path, len(opened.source), assigned.bad)
     if read_ranks().is_first:
-        _sweep(folder)
+        sweep_partial(folder)
     return EncodeJob(
         config=config,
         device=device,
@@ -192,7 +192,7 @@ def _encode_texts(job: EncodeJob, monitor: Monitor) -> int:
         return f"text {EMPTY_NAME if index < 0 else job.source.name(index)}"
 
     parts = job.pipeline.part("text_encoder"), job.pipeline.part("tokenizer")
-    options = {"device": job.device, "dtype": job.dtype, "place": lambda encoder: _place_text_encoder(job, encoder)}
+    options = {"device": job.device, "dtype": job.dtype, "place": lambda encoder: place_text_encoder(encoder, job.device)}
     with (
         monitor.phase("encoding captions", "text encoder"),
         open_text_encoder(*parts, **options) as encode,
@@ -205,7 +205,7 @@ def _encode_texts(job: EncodeJob, monitor: Monitor) -> int:
                 entries = [entry(job.source, index) for index in batch]
                 found = encode([caption for _, caption in entries])
                 for index, (name, caption), embeddings in zip(batch, entries, found, strict=True):
-                    _check_finite(embeddings, job.texts.file(name).path, "--dtype")
+                    check_finite(embeddings, job.texts.file(name).path, "--dtype")
                     job.texts.write(name, caption, embeddings, encoder_path=str(parts[0]))
                     job.claims.release(claim_name(index))
                     num_written += 1
@@ -313,7 +313,7 @@ class _MediaEncoding:
         latents = encode_frames(self._vae, frames, tiled=job.config.vae_tiling)
         for (index, loaded), values in zip(batch.items(), latents.cpu(), strict=True):
             name = job.source.name(index)
-            _check_finite(values, job.latents.file(name).path, "--vae-dtype")
+            check_finite(values, job.latents.file(name).path, "--vae-dtype")
             job.latents.write(
                 name,
                 bucket,
@@ -346,12 +346,12 @@ def encode_frames(vae: nn.Module, frames: np.ndarray, *, tiled: bool = False) ->
     return normalise(distribution.mode().float(), vae.config)
 
 
-def _place_text_encoder(job: EncodeJob, encoder: nn.Module) -> None:
+def place_text_encoder(encoder: nn.Module, device: torch.device) -> None:
     """Put the encoder where there is room for it."""
-    if job.device.type == "cpu":
+    if device.type == "cpu":
         return
     blocks = list(encoder.get_submodule("encoder.block"))
-    choose_placement("auto", headroom=Bytes(2**30)).attach(Subject(model=encoder, blocks=blocks), job.device)
+    choose_placement("auto", headroom=Bytes(2**30)).attach(Subject(model=encoder, blocks=blocks), device)
 
 
 def _find_remedies(job: EncodeJob, failure: Failure) -> list[Remedy]:
@@ -378,7 +378,7 @@ def _is_others(index: int) -> bool:
     return index % ranks.world_size != ranks.rank
 
 
-def _sweep(folder: Path) -> None:
+def sweep_partial(folder: Path) -> None:
     """Remove what processes that were killed have left half-written."""
     for partial in folder.rglob(".*.partial-*.safetensors"):
         try:
@@ -388,7 +388,8 @@ def _sweep(folder: Path) -> None:
             continue
 
 
-def _check_finite(values: Tensor, path: Path, flag: str) -> None:
+def check_finite(values: Tensor, path: Path, flag: str) -> None:
+    """Raise ``OutputError`` rather than let a cache hold numbers that are not finite."""
     if not torch.isfinite(values).all():
         raise OutputError(
             f"{path} would hold numbers that are not finite.",

@@ -63,15 +63,13 @@ class TextCache:
 
     def write(self, name: str, caption: str, embeddings: Tensor, *, encoder_path: str) -> None:
         """Write the embeddings (512, width) of one caption, in their dtype."""
-        used = embeddings.any(dim=-1).nonzero()
-        length = int(used[-1]) + 1 if len(used) else 1
         metadata = {
             "caption": _hash(caption),
             "encoder": self._encoder or "",
             "encoder_path": encoder_path,
             "dtype": str(embeddings.dtype).removeprefix("torch."),
         }
-        self.file(name).write(embeddings[:length], metadata)
+        self.file(name).write(without_padding(embeddings), metadata)
 
     def _requirements(self, caption: str | None) -> list[Requirement]:
         wanted = (
@@ -80,6 +78,12 @@ class TextCache:
             ("dtype", self._dtype, "was made in another precision"),
         )
         return [Requirement(field, value, otherwise) for field, value, otherwise in wanted if value is not None]
+
+
+def without_padding(embeddings: Tensor) -> Tensor:
+    """Return embeddings (512, width) without the zeros at their end, but for one token at least."""
+    used = embeddings.any(dim=-1).nonzero()
+    return embeddings[: int(used[-1]) + 1 if len(used) else 1]
 
 
 def entry(source: Source, index: int) -> tuple[str, str]:

@@ -37,14 +37,9 @@ def open_text_encoder(
 ) -> Iterator[EncodeTexts]:
     """Load a text encoder for as long as the block runs; ``place`` puts it elsewhere than on ``device``."""
     from diffusers import WanPipeline
-    from transformers import AutoTokenizer, UMT5EncoderModel
+    from transformers import UMT5EncoderModel
 
-    try:
-        words = AutoTokenizer.from_pretrained(tokenizer)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"The tokenizer {tokenizer} cannot be loaded.", why=str(error).strip(), fix="Download the folder again."
-        ) from error
+    words = _load_tokenizer(tokenizer)
     encoder = load_whole(UMT5EncoderModel, text_encoder, dtype)
     if place is None:
         encoder.to(device)
@@ -60,6 +55,26 @@ def open_text_encoder(
         return embeddings.cpu()
 
     yield encode
+
+
+def count_tokens(tokenizer: Path, texts: Sequence[str]) -> list[int]:
+    """Return how many of the 512 tokens each text takes, without its padding; no weights are needed for that."""
+    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+    words = _load_tokenizer(tokenizer)
+    found = words([prompt_clean(text) for text in texts], max_length=MAX_TEXT_TOKENS, truncation=True, add_special_tokens=True)
+    return [len(tokens) for tokens in found.input_ids]
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"The tokenizer {folder} cannot be loaded.", why=str(error).strip(), fix="Download the folder again."
+        ) from error
 
 
 def encode_prompts(
