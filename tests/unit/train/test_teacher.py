@@ -1,0 +1,117 @@
+"""A teacher's answers against the model itself, and its trajectories against a flow that is known exactly."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from wandistiller.flow.schedule import euler_schedule
+from wandistiller.models.sizes import find_size
+from wandistiller.train.rollout import roll_out
+from wandistiller.train.teacher import Answer, Teacher, tapped
+
+CPU = torch.device("cpu")
+
+
+class Shelf:
+    """Models by the boundary, all in memory; notes who was asked."""
+
+    def __init__(self, models, boundary=None):
+        self.models, self.boundary, self.asked = models, boundary, []
+
+    def index_at(self, timestep):
+        return 0 if self.boundary is None or timestep >= self.boundary * 1000 else 1
+
+    def at(self, timestep):
+        self.asked.append(self.index_at(timestep))
+        return self.models[self.asked[-1]]
+
+    def keep_up(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def models():
+    torch.manual_seed(0)
+    return [WanTransformer3DModel(**find_size("tiny").transformer).eval() for _ in range(2)]
+
+
+@pytest.fixture
+def question():
+    generator = torch.Generator().manual_seed(1)
+    noisy = torch.randn(3, 8, 1, 4, 4, generator=generator)
+    return noisy, torch.tensor([0.9, 0.2, 0.6]), torch.randn(3, 16, 32, generator=generator)
+
+
+def direct(model, noisy, sigma, text):
+    with torch.no_grad():
+        return model(noisy, 1000 * sigma, text, return_dict=False)[0]
+
+
+def test_an_answer_is_the_models_velocity_without_a_graph(models, question):
+    teacher = Teacher(Shelf(models[:1]), torch.zeros(16, 32), device=CPU, dtype=torch.float32)
+    answer = teacher.answer(*question)
+    torch.testing.assert_close(answer.velocity, direct(models[0], *question))
+    assert not answer.velocity.requires_grad
+
+
+def test_guidance_is_the_pipelines_own_formula(models, question):
+    empty = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
+    teacher = Teacher(Shelf(models[:1]), empty, device=CPU, dtype=torch.float32)
+    noisy, sigma, text = question
+    plain, without = direct(models[0], *question), direct(models[0], noisy, sigma, empty.expand(3, -1, -1))
+    torch.testing.assert_close(teacher.answer(*question, scale=4.0).velocity, without + 4.0 * (plain - without))
+
+
+def test_each_expert_gets_its_own_side_of_the_boundary(models, question):
+    shelf = Shelf(models, boundary=0.5)
+    teacher = Teacher(shelf, torch.zeros(16, 32), device=CPU, dtype=torch.float32)
+    answer = teacher.answer(*question, blocks=[0, 2])
+    noisy, sigma, text = question
+    for row, expert in enumerate((0, 1, 0)):
+        alone = direct(models[expert], noisy[row : row + 1], sigma[row : row + 1], text[row : row + 1])
+        torch.testing.assert_close(answer.velocity[row], alone[0], rtol=1e-4, atol=1e-5)
+    assert shelf.asked == [0, 1], "each is loaded once"
+    assert len(answer.features) == 2 and answer.features[0].shape[0] == 3
+
+
+def test_taps_collect_in_order_and_leave_no_trace(models, question):
+    noisy, sigma, text = question
+    with tapped(models[0], [0, 2]) as found:
+        direct(models[0], *question)
+    assert [each.shape for each in found] == [(3, 4, 96), (3, 4, 96)]
+    direct(models[0], *question)
+    assert len(found) == 2
+
+
+class GaussianTeacher:
+    """Data are N(0, s^2): the exact velocity at sigma is (sigma - (1 - sigma) s^2) / var * noisy, var = (1-sigma)^2 s^2 + sigma^2."""
+
+    s = 0.5
+
+    def answer(self, noisy, sigma, text, *, scale=1.0, blocks=()):
+        view = sigma.view(-1, 1, 1, 1, 1)
+        variance = (1 - view) ** 2 * self.s**2 + view**2
+        return Answer((view - (1 - view) * self.s**2) / variance * noisy)
+
+
+def test_trajectories_lie_where_the_flow_goes():
+    """Along the exact flow noisy = sqrt(var) * z with one z, whatever the sigma."""
+    shape, items = (2, 1, 3, 3), [4, 7]
+    how = {"solver": "euler", "num_steps": 400, "shift": 1.0, "scale": 1.0, "learns_guided": False, "seed": 3, "device": CPU}
+    records = roll_out(GaussianTeacher(), torch.zeros(2, 1, 1), items, shape, **how)
+    assert records.noisy.shape == (800, *shape) and records.item.tolist() == items * 400
+    assert records.sigma[::2].tolist() == pytest.approx(list(euler_schedule(400, 1.0).sigmas[:-1]))
+    variance = (1 - records.sigma) ** 2 * GaussianTeacher.s**2 + records.sigma**2
+    shapes = records.noisy / variance.sqrt().view(-1, 1, 1, 1, 1)
+    start = shapes[:2]
+    for step in (100, 200, 399):
+        torch.testing.assert_close(shapes[2 * step : 2 * step + 2], start, rtol=0.02, atol=0.02)
+    expected = GaussianTeacher().answer(records.noisy, records.sigma, None).velocity
+    torch.testing.assert_close(records.target, expected)
+
+
+def test_the_noise_of_a_caption_is_its_own():
+    how = {"solver": "euler", "num_steps": 2, "shift": 1.0, "scale": 1.0, "learns_guided": False, "seed": 3, "device": CPU}
+    both = roll_out(GaussianTeacher(), torch.zeros(2, 1, 1), [4, 7], (2, 1, 3, 3), **how)
+    one = roll_out(GaussianTeacher(), torch.zeros(1, 1, 1), [7], (2, 1, 3, 3), **how)
+    torch.testing.assert_close(both.noisy[1], one.noisy[0])
