@@ -69,8 +69,8 @@ class DistillConfig(TransformerTrainingConfig):
     rollout_batch: int = 16
     """Trajectories computed together."""
 
-    refresh_every: int = 0
-    """Epochs after which trajectories are drawn anew with other noise; 0 keeps them."""
+    rollouts_per_prompt: int = 1
+    """Trajectories of each prompt, each from other noise: more of them are more to learn from, at the teacher's expense."""
 
     cache_teacher: bool = False
     """Ask the teacher once about the data set and keep what it says on disk, so that training needs no teacher in memory.
@@ -151,7 +151,7 @@ class DistillConfig(TransformerTrainingConfig):
             ("--guidance-scale", self.guidance_scale, 0),
             ("--rollout-steps", self.rollout_steps, 1),
             ("--rollout-batch", self.rollout_batch, 1),
-            ("--refresh-every", self.refresh_every, 0),
+            ("--rollouts-per-prompt", self.rollouts_per_prompt, 1),
             ("--teacher-draws", self.teacher_draws, 1),
         )
         parse_resident(self.teacher_resident, "--teacher-resident")

@@ -60,6 +60,8 @@ class DerivedStudent:
     plan: StudentPlan
     """What was asked for, with the layers that were chosen."""
     coverage: Coverage
+    channels: Tensor | None = None
+    """Which of the teacher's channels the student's residual stream has; None for all."""
 
 
 def derive_student(
@@ -106,7 +108,7 @@ def derive_student(
                 )
             set_tensor(model, key, value.to(parameter.dtype, copy=True))
         _initialise(model, is_new, seed)
-    return DerivedStudent(model=model, plan=plan, coverage=coverage)
+    return DerivedStudent(model=model, plan=plan, coverage=coverage, channels=indices.get("residual"))
 
 
 def measure_coverage(teacher_config: Mapping[str, Any], plan: StudentPlan, adapter: ChannelAdapter | None = None) -> Coverage:

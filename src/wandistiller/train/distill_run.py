@@ -216,7 +216,8 @@ def _num_prompts(job: _Job) -> int:
     if config.num_steps is None:
         return total
     needed = config.num_steps * config.batch_size * config.gradient_accumulation
-    per_prompt = config.rollout_steps if config.noisy_source == "trajectories" else 1
+    is_rollout = config.noisy_source == "trajectories"
+    per_prompt = config.rollout_steps * config.rollouts_per_prompt if is_rollout else 1
     return max(min(total, -(-needed // per_prompt)), 1)
 
 
@@ -286,7 +287,7 @@ def _record_plan(job: _Job, questions: _Questions) -> RecordPlan:
             "--cache-teacher needs samples of one size.", fix="Add --max-aspect 1 and one number of --frames, or leave it away."
         )
     size = min(config.rollout_batch, count)
-    about = {
+    about: dict[str, Any] = {
         "teacher": [str(stored.weights.path) for stored in job.teachers],
         "captions": config.data_path or config.dataset_path,
         "count": count,
@@ -297,8 +298,9 @@ def _record_plan(job: _Job, questions: _Questions) -> RecordPlan:
         "shift": job.shift,
         "seed": config.seed,
         "batch": size,
+        "rounds": config.rollouts_per_prompt if is_rollout else 1,
     }
-    shards = count // size  # a rest that fills no shard is left out
+    shards = count // size * about["rounds"]  # a rest that fills no shard is left out
     per_item = config.rollout_steps if is_rollout else config.teacher_draws
     return RecordPlan(about, questions.latent_shape, shards, size * per_item)
 
@@ -308,7 +310,8 @@ def _ask(job: _Job, questions: _Questions, teacher: Teaches | None, number: int)
     config, samples = job.config, questions.samples
     assert teacher is not None
     size = min(config.rollout_batch, len(samples))
-    items = range(number * size, (number + 1) * size)
+    round_number, place = divmod(number, len(samples) // size)
+    items = range(place * size, (place + 1) * size)
     scale = config.guidance_scale
     if config.noisy_source != "trajectories":
         assert isinstance(samples, CachedSamples)
@@ -325,7 +328,7 @@ def _ask(job: _Job, questions: _Questions, teacher: Teaches | None, number: int)
         shift=job.shift,
         scale=scale,
         learns_guided=bool(config.guidance_weight),
-        seed=config.seed,
+        seed=config.seed + round_number,
         device=job.device,
     )
 

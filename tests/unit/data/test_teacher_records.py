@@ -57,7 +57,7 @@ def test_what_is_there_is_not_asked_again(tmp_path):
 
 def test_records_of_something_else_are_refused(tmp_path):
     TeacherRecords(tmp_path / "r", plan()).fill(ask, ALONE)
-    with pytest.raises(UsageError, match="another teacher.*") as caught:
+    with pytest.raises(UsageError, match="another teacher") as caught:
         TeacherRecords(tmp_path / "r", plan(teacher="b")).check()
     assert "teacher was a and is b" in str(caught.value)
 

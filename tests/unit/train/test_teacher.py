@@ -57,7 +57,7 @@ def test_an_answer_is_the_models_velocity_without_a_graph(models, question):
 def test_guidance_is_the_pipelines_own_formula(models, question):
     empty = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
     teacher = Teacher(Shelf(models[:1]), empty, device=CPU, dtype=torch.float32)
-    noisy, sigma, text = question
+    noisy, sigma, _ = question
     plain, without = direct(models[0], *question), direct(models[0], noisy, sigma, empty.expand(3, -1, -1))
     torch.testing.assert_close(teacher.answer(*question, scale=4.0).velocity, without + 4.0 * (plain - without))
 
@@ -75,7 +75,6 @@ def test_each_expert_gets_its_own_side_of_the_boundary(models, question):
 
 
 def test_taps_collect_in_order_and_leave_no_trace(models, question):
-    noisy, sigma, text = question
     with tapped(models[0], [0, 2]) as found:
         direct(models[0], *question)
     assert [each.shape for each in found] == [(3, 4, 96), (3, 4, 96)]
@@ -84,7 +83,7 @@ def test_taps_collect_in_order_and_leave_no_trace(models, question):
 
 
 class GaussianTeacher:
-    """Data are N(0, s^2): the exact velocity at sigma is (sigma - (1 - sigma) s^2) / var * noisy, var = (1-sigma)^2 s^2 + sigma^2."""
+    """Data are N(0, s^2): the velocity at sigma is (sigma - (1 - sigma) s^2) / var * noisy, var = (1-sigma)^2 s^2 + sigma^2."""
 
     s = 0.5
 

@@ -111,7 +111,7 @@ def test_a_stored_target_needs_no_teacher():
 
 def test_only_the_student_learns_and_the_teachers_words_have_no_graph():
     batch = make_batch()
-    method, teacher, model = make(Objectives())
+    method, _, model = make(Objectives())
     losses = method.losses(batch)
     losses.total.backward()
     # d/df mean((f x - 3 x)^2) = 2 (f - 3) mean(x^2)
