@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from wandistiller.config.placement import parse_resident
 from wandistiller.config.training import check_least
@@ -22,6 +22,8 @@ class DistillConfig(TransformerTrainingConfig):
     The student starts from the teacher's own layers and learns the teacher's velocities where sampling will take it: on a data
     set's latents, or, from prompts alone, on the teacher's own trajectories. The result is a diffusers pipeline.
     """
+
+    command: ClassVar[str] = "distill"
 
     teacher_path: str | None = None
     """The teacher: a diffusers folder, a hub id (owner/name), or 'tiny'. Its encoders prepare the data."""

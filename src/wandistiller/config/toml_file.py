@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 import typing
 from pathlib import Path
@@ -43,3 +44,26 @@ def read_config(path: Path, config_class: type[ConfigT], command: str, commands:
             )
         found[name] = convert_value(value, hints[name], f"{path}: {key}")
     return config_class(config=path, **found)
+
+
+def write_config(path: Path, config: CommandConfig, command: str) -> None:
+    """Write a configuration with every setting, so that ``--config`` of the file starts the same run whatever defaults become.
+
+    What is not set at all is left out.
+    """
+    lines = [f"# wandistiller {command} --config {path.name}", f"[{command}]"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name != "config" and value is not None:
+            lines.append(f"{field.name} = {_as_toml(value)}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps(str(value), ensure_ascii=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from wandistiller.config.placement import PlacementName, parse_resident
 from wandistiller.config.training import check_least, check_shares
@@ -19,6 +19,8 @@ class TrainConfig(TransformerTrainingConfig):
     Captions and media are encoded once into caches; then only the transformer is in memory. The result is a diffusers folder
     (or a LoRA file) that `sample` and diffusers load, in --output-dir.
     """
+
+    command: ClassVar[str] = "train"
 
     model: str | None = None
     """Pipeline to start from: a diffusers folder, a hub id (owner/name), or 'tiny'. Its encoders prepare the data."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from wandistiller.config.training import TrainingConfig, check_least
 from wandistiller.errors import UsageError
@@ -16,6 +17,8 @@ class TrainVaeConfig(TrainingConfig):
     The statistics of its latents are measured at the end and written into its configuration, so that flow training
     normalises with them.
     """
+
+    command: ClassVar[str] = "train-vae"
 
     model: str | None = None
     """VAE to start from: a diffusers folder or hub id of a pipeline or VAE, a file in any dialect, or 'tiny'."""

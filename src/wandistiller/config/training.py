@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from wandistiller.config.command import CommandConfig
 from wandistiller.errors import UsageError
@@ -14,6 +14,9 @@ from wandistiller.errors import UsageError
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(CommandConfig):
     """Base of the configuration of a training."""
+
+    command: ClassVar[str]
+    """Name of the command that this is the configuration of."""
 
     output_dir: Path = Path("runs/training")
     """Folder of the run: states to resume from, pictures, metrics.jsonl, TensorBoard files, and the result at the end."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wandistiller.checkpoint.training_state import TrainingStates, load_state
+from wandistiller.config.toml_file import write_config
 from wandistiller.config.training import TrainingConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
 from wandistiller.data.buckets import Bucket
@@ -159,6 +160,8 @@ class Run:
         )
         resume_run(config.resume, loop, states, config.output_dir)
         if self.ranks.is_first:
+            config.output_dir.mkdir(parents=True, exist_ok=True)
+            write_config(config.output_dir / "run.toml", config, config.command)
             for line in about:
                 say(line)
         with self.monitor.phase("training", next(iter(method.roles))):

@@ -1,9 +1,11 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from wandistiller.config.sample import SampleConfig
-from wandistiller.config.toml_file import read_config
+from wandistiller.config.toml_file import read_config, write_config
+from wandistiller.config.train import TrainConfig
 from wandistiller.errors import UsageError
 
 COMMANDS = ("sample", "export", "doctor")
@@ -67,3 +69,12 @@ def test_what_is_wrong_is_named(tmp_path, text, message):
 def test_a_missing_file(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         read_config(tmp_path / "none.toml", SampleConfig, "sample", COMMANDS)
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    config = TrainConfig(
+        model='a "quoted" näme', dataset_path="clips", frames=(5, 9), use_ema=True, learning_rate=2e-5, output_dir=tmp_path
+    )
+    write_config(tmp_path / "run.toml", config, "train")
+    found = read_config(tmp_path / "run.toml", TrainConfig, "train", ["train", "sample"])
+    assert dataclasses.replace(found, config=None) == config
