@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from wandistiller.errors import OutputError
 from wandistiller.files import complete_or_absent
+from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.models.pipeline import Pipeline
 from wandistiller.models.stored import inspect_checkpoint
 from wandistiller.models.transformer_keys import to_original
@@ -33,10 +34,17 @@ def write_pipeline(target: Path, pipeline: Pipeline, replaced: Mapping[str, Call
         shutil.copyfile(pipeline.folder / "model_index.json", partial / "model_index.json")
 
 
-def write_student_pipeline(target: Path, pipeline: Pipeline, write: Callable[[Path], None]) -> None:
-    """Write a pipeline whose one transformer is new; where the old one had two experts, the new one has none."""
+def write_student_pipeline(
+    target: Path, pipeline: Pipeline, write: Callable[[Path], None], adapter: ChannelAdapter | None = None
+) -> None:
+    """Write a pipeline whose one transformer is new; where the old one had two experts, the new one has none.
+
+    ``adapter`` goes with a transformer whose latents have other channels than the VAE's.
+    """
     replaced = replace(pipeline, parts={name: path for name, path in pipeline.parts.items() if name != "transformer_2"})
     write_pipeline(target, replaced, {"transformer": write})
+    if adapter is not None:
+        adapter.save(target)
     if "transformer_2" in pipeline.parts:
         index = target / "model_index.json"
         values = json.loads(index.read_text(encoding="utf-8"))

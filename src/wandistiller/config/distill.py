@@ -98,6 +98,10 @@ class DistillConfig(TransformerTrainingConfig):
     teacher_resident: str = "auto"
     """With 'offload': blocks that stay on the card, or 'auto' for as many as the bus needs."""
 
+    expert_steps: int = 100
+    """With a teacher of two experts that is asked while training: steps before the other one takes over. Each change loads
+    one of them, so few changes are faster."""
+
     teacher_dtype: Literal["auto", "float32", "float16", "bfloat16", "float8"] = "auto"
     """Precision of the teacher. float8 stores its blocks in 8 bits and computes in bfloat16, with 'offload'."""
 
@@ -154,6 +158,7 @@ class DistillConfig(TransformerTrainingConfig):
             ("--rollout-steps", self.rollout_steps, 1),
             ("--rollout-batch", self.rollout_batch, 1),
             ("--rollouts-per-prompt", self.rollouts_per_prompt, 1),
+            ("--expert-steps", self.expert_steps, 1),
             ("--teacher-draws", self.teacher_draws, 1),
         )
         parse_resident(self.teacher_resident, "--teacher-resident")

@@ -7,9 +7,10 @@ all are there, that they are complete. A shard that is there is not made again; 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from wandistiller.data.loader import sample_generator
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import OutOfRoomError, UsageError
 from wandistiller.files import complete_or_absent
-from wandistiller.flow.path import interpolate
+from wandistiller.flow.path import data_from_velocity, interpolate
 from wandistiller.models.weight_files import Planned, write_safetensors
 from wandistiller.terminal import progress
 from wandistiller.units import Bytes
 
 _ABOUT = "records.json"
+_LITTLE_NOISE = 0.5
 DTYPE = torch.float16
 """Noisy latents and velocities are a few units large, and 11 bits of them are more than the student gets right."""
 
@@ -55,6 +57,11 @@ class RecordPlan:
     latent_shape: tuple[int, int, int, int]
     num_shards: int
     records_per_shard: int
+
+    @property
+    def name(self) -> str:
+        """What to call a folder of such records: something else for each thing that they depend on."""
+        return hashlib.sha256(json.dumps(dict(self.about), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def count(self) -> int:
@@ -170,6 +177,16 @@ class RecordSamples:
     def name(self, index: int) -> str:
         """Return what a message calls a sample."""
         return f"record {index}"
+
+    def some_data(self, count: int) -> Iterator[Tensor]:
+        """Yield the data that the teacher points to from little noise, one sample at a time."""
+        for index in range(len(self)):
+            found = self._records.read(index)
+            if found["sigma"] < _LITTLE_NOISE:
+                yield data_from_velocity(found["noisy"][None], found["target"][None], float(found["sigma"]))
+                count -= 1
+            if count == 0:
+                return
 
     def read(self, index: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return a sample's tensors; nothing about it is random any more."""

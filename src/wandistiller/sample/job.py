@@ -17,6 +17,7 @@ from wandistiller.flow.guidance import needs_unconditional
 from wandistiller.flow.schedule import Schedule
 from wandistiller.flow.solver import SOLVERS
 from wandistiller.memory.rates import fastest_cpu_dtype
+from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter
 from wandistiller.models.devices import find_device, find_dtype
 from wandistiller.models.latents import num_tokens
 from wandistiller.models.pipeline import Pipeline, find_pipeline
@@ -49,6 +50,8 @@ class Job:
     prompts: Sequence[str]
     image: ImageInputs
     fps: int
+    adapter: ChannelAdapter | None = None
+    """Between the transformer's latents and the VAE's, where they have other channels."""
 
     @property
     def num_samples(self) -> int:
@@ -115,9 +118,11 @@ def prepare(config: SampleConfig) -> Job:
     check_image(config.image, inputs, first)
     if config.image is not None:
         _check_image_parts(config, inputs, pipeline, vae)
-    if vae is not None and vae.config["z_dim"] != first["out_channels"]:
+    adapter = _find_adapter(pipeline, first["out_channels"])
+    drawn = adapter.teacher_channels if adapter is not None else first["out_channels"]
+    if vae is not None and vae.config["z_dim"] != drawn:
         raise UsageError(
-            f"The VAE has {vae.config['z_dim']} latent channels, the transformer draws {first['out_channels']}.",
+            f"The VAE has {vae.config['z_dim']} latent channels, the transformer draws {drawn}.",
             fix="Use the VAE that belongs to the model: 16 channels for Wan 2.1 and A14B, 48 for the 5B.",
         )
     geometry = _find_geometry(config, size, vae, pipeline, first)
@@ -142,6 +147,7 @@ def prepare(config: SampleConfig) -> Job:
         prompts=_read_prompts(config, first["text_dim"]),
         image=inputs,
         fps=config.fps or (size.fps if size else 16),
+        adapter=adapter,
     )
     if config.cfg_scale_2 is not None and len(transformers) == 1:
         raise UsageError("--cfg-scale-2 is for models of two experts.", fix="Leave it away, or give --checkpoint-2.")
@@ -202,6 +208,14 @@ def _parts(config: SampleConfig) -> set[str]:
     if config.image is not None:
         parts |= {"image_encoder", "image_processor"}
     return parts
+
+
+def _find_adapter(pipeline: Pipeline | None, channels: int) -> ChannelAdapter | None:
+    """Return what a distilled student's latents go through on their way to the VAE, where it has other channels."""
+    if pipeline is None or not (pipeline.folder / CONFIG_NAME).is_file():
+        return None
+    adapter = ChannelAdapter.load(pipeline.folder)
+    return adapter if adapter.student_channels == channels else None
 
 
 def _find_transformers(config: SampleConfig, pipeline: Pipeline | None) -> list[StoredModel]:

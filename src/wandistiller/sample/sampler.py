@@ -172,6 +172,8 @@ def write(job: Job, latents: Tensor) -> Iterator[Sample]:
     if job.config.wants_pixels:
         assert job.vae is not None  # prepare() has made sure
         vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
+    if job.adapter is not None:
+        latents = job.adapter.up(latents)
     for index, sample in enumerate(latents):
         prompt = job.prompts[index // job.config.batch_size]
         seed = job.config.seed + index % job.config.batch_size

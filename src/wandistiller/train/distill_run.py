@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.experts import Experts
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.subjects import choose_placement
+from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
 from wandistiller.models.devices import DTYPES, find_dtype
 from wandistiller.models.latents import latent_shape, num_tokens
 from wandistiller.models.pipeline import Pipeline, find_pipeline
@@ -45,7 +46,7 @@ from wandistiller.train.health import WatchHealth
 from wandistiller.train.held_out import MeasureHeldOut
 from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.method import Role
-from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives
+from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.rollout import roll_out
@@ -55,6 +56,7 @@ from wandistiller.train.studio import Studio
 from wandistiller.train.teacher import ServedTeacher, Teacher, Teaches
 from wandistiller.train.transformer_data import encode_held_out, encode_training_data, folds_padding, open_samples
 
+_ADAPTER_SAMPLES = 256
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
 
 
@@ -124,17 +126,19 @@ def run_distill(config: DistillConfig) -> Distilled:
             del teacher
             teacher = None
             gc.collect()
+        adapter = _make_adapter(job, questions, samples, ranks)
         with monitor.phase("loading", "student"):
             student = make_student(
                 job.plan,
                 job.teachers[0],
+                adapter=adapter,
                 init=config.student_init,
                 allow_low_coverage=config.allow_low_coverage,
                 seed=config.seed,
                 device=job.device,
                 prepare=fold_padding if questions.folds_padding else None,
             )
-        return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends)
+        return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends, adapter)
 
 
 def _prepare(config: DistillConfig) -> _Job:
@@ -269,11 +273,11 @@ def _ask_once(job: _Job, questions: _Questions, teacher: Teaches | None, ranks: 
     """Ask the teacher everything that the student will learn, and keep it on disk."""
     config = job.config
     assert teacher is not None
-    records = TeacherRecords((config.cache_dir or config.output_dir / "cache") / "teacher", _record_plan(job, questions))
+    plan = _record_plan(job, questions)
+    records = TeacherRecords((config.cache_dir or config.output_dir / "cache") / "teacher" / plan.name, plan)
     # Rank 0 alone, where it alone has the teacher.
     asked = teacher if not isinstance(teacher, ServedTeacher) else teacher.alone()
-    if not records.is_complete:
-        records.fill(partial(_ask, job, questions, asked), ranks, together=not isinstance(teacher, ServedTeacher))
+    records.fill(partial(_ask, job, questions, asked), ranks, together=not isinstance(teacher, ServedTeacher))
     texts: Callable[[int], Tensor] = questions.samples.text
     return RecordSamples(records, questions.samples.buckets[0], texts)
 
@@ -357,6 +361,7 @@ def _train(
     samples: Any,
     held_out: EncodedData | None,
     ends: ExitStack,
+    adapter: ChannelAdapter | None,
 ) -> Distilled:
     config, role = job.config, Role("student", student.model, is_trained=True)
     blocks = list(student.model.get_submodule("blocks").children())
@@ -375,6 +380,8 @@ def _train(
         guidance_scale=config.guidance_scale,
         dtype=torch.float32,
         matched=_match_blocks(student, job.teacher_config["num_layers"]),
+        adapter=adapter,
+        stretches=_stretches(job),
     )
     average = run.make_average(role)
     callbacks: list[Callback] = [WatchHealth()]
@@ -384,7 +391,7 @@ def _train(
         every = config.validate_every
         measure = MeasureHeldOut(method, validation, job.sigma, run.metrics, every=every, average=average)
         callbacks.append(measure)
-    studio = Studio(config=config, pipeline=job.pipeline, vae=job.vae, device=job.device, dtype=torch.float32)
+    studio = Studio(config=config, pipeline=job.pipeline, vae=job.vae, device=job.device, dtype=torch.float32, adapter=adapter)
     looks = studio.callbacks(run, role, questions.samples, validation, average)
     callbacks += looks
     options = run.optimiser_options(name=config.optimizer_name, betas=(config.beta1, config.beta2))
@@ -394,9 +401,46 @@ def _train(
     output = None
     if stopped.signal is None:
         with monitor.phase("writing the result", "student"):
-            output = _write_result(job, ranks, student, average)
+            output = _write_result(job, ranks, student, average, adapter)
     marks = next((look.shares for look in looks if isinstance(look, MeasureMarks)), {})
     return Distilled(stopped.step, output, measure.losses if measure else {}, marks, exit_code(stopped, ranks))
+
+
+def _stretches(job: _Job) -> Stretches | None:
+    """Let the experts of a teacher take turns, where there are two and the teacher is asked while training."""
+    boundary = job.pipeline.boundary
+    if len(job.teachers) == 1 or boundary is None or job.config.is_stored:
+        return None
+    return Stretches([replace(job.sigma, low=boundary), replace(job.sigma, high=boundary)], job.config.expert_steps)
+
+
+def _make_adapter(job: _Job, questions: _Questions, samples: Any, ranks: Ranks) -> ChannelAdapter | None:
+    """Return the map to the student's channels, where they are others: made once, at the start of the run."""
+    channels = job.plan.config["in_channels"]
+    if channels == job.teacher_config["in_channels"]:
+        return None
+    folder = job.config.output_dir / "channel_adapter"
+    if ranks.is_first and not (folder / CONFIG_NAME).is_file():
+        latents = list(_some_latents(questions, samples))
+        if channels < job.teacher_config["in_channels"] and latents:
+            adapter = fit_adapter(channels, latents)
+        else:
+            adapter = random_adapter(job.teacher_config["in_channels"], channels, seed=job.config.seed, latents=latents or None)
+        adapter.save(folder)
+        say(f"The student has {channels} latent channels: wrote the {adapter.kind} adapter {folder}")
+    ranks.wait()
+    found = ChannelAdapter.load(folder)
+    on_device = {name: getattr(found, name).to(job.device) for name in ("matrix", "mean", "std")}
+    return replace(found, **on_device)
+
+
+def _some_latents(questions: _Questions, samples: Any) -> Iterator[Tensor]:
+    """Yield latents of pictures: the data set's, or those at the end of the teacher's trajectories."""
+    if isinstance(questions.samples, CachedSamples):
+        for index in range(min(len(questions.samples), _ADAPTER_SAMPLES)):
+            yield questions.samples.latents(index)[None]
+    elif isinstance(samples, RecordSamples):
+        yield from samples.some_data(_ADAPTER_SAMPLES)
 
 
 def _match_blocks(student: Student, num_teacher_layers: int) -> MatchedBlocks | None:
@@ -417,11 +461,13 @@ def _describe(job: _Job, run: Run, student: Student) -> list[str]:
     ]
 
 
-def _write_result(job: _Job, ranks: Ranks, student: Student, average: MovingAverage | None) -> Path:
+def _write_result(
+    job: _Job, ranks: Ranks, student: Student, average: MovingAverage | None, adapter: ChannelAdapter | None
+) -> Path:
     target = job.config.output_dir / "model"
     if ranks.is_first:
         with in_use(average):
-            write_student_pipeline(target, job.pipeline, lambda path: write_model(path, student.model))
+            write_student_pipeline(target, job.pipeline, lambda path: write_model(path, student.model), adapter)
         say(f"Wrote {target}")
     ranks.wait()
     return target

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.buckets import Bucket
+from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.models.devices import find_dtype
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
@@ -57,6 +58,8 @@ class Studio:
     device: torch.device
     dtype: torch.dtype
     """What the transformer's inputs are in."""
+    adapter: ChannelAdapter | None = None
+    """For a transformer whose latents have other channels than the VAE's."""
 
     @property
     def shift(self) -> float:
@@ -81,8 +84,12 @@ class Studio:
     def decode(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Decode samples; the VAE is in memory only for as long."""
         vae: Any = load_model(self.vae, dtype=torch.float32, device=self.device)
+        found = []
         with torch.no_grad():
-            return [vae.decode(denormalise(each[None], self.vae.config), return_dict=False)[0][0].cpu() for each in latents]
+            for each in latents:
+                whole = each[None] if self.adapter is None else self.adapter.up(each[None])
+                found.append(vae.decode(denormalise(whole, self.vae.config), return_dict=False)[0][0].cpu())
+        return found
 
     def draw_prompts(self, samples: Captioned) -> Drawing:
         """Return what is drawn every so often: the prompts that were asked for, or the first captions."""
@@ -112,11 +119,12 @@ class Studio:
         return self._make([samples.caption(index) for index in indices], text, samples.empty_text, shape)
 
     def _make(self, prompts: Sequence[str], text: Tensor, empty_text: Tensor, shape: tuple[int, int, int, int]) -> Drawing:
+        channels = shape[0] if self.adapter is None else self.adapter.student_channels
         return Drawing(
             prompts=prompts,
             text=text,
             empty_text=empty_text,
-            latent_shape=shape,
+            latent_shape=(channels, *shape[1:]),
             num_steps=self.config.sample_steps,
             shift=self.shift,
             solver=self.pipeline.solver,

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
-from wandistiller.flow.path import NUM_TIMESTEPS, data_from_velocity, interpolate, velocity_target
+from wandistiller.flow.path import (
+    NUM_TIMESTEPS,
+    data_from_velocity,
+    interpolate,
+    noise_from_velocity,
+    velocity_target,
+)
+from wandistiller.flow.sigma import SigmaDistribution
+from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.train.method import Losses, Role, Turn
 from wandistiller.train.teacher import Teaches, tapped
 
@@ -43,6 +51,22 @@ class MatchedBlocks:
     """None for all."""
 
 
+@dataclass(frozen=True)
+class Stretches:
+    """Turns of a teacher's experts: each is asked about its own range of sigma for some steps, then the next.
+
+    A batch drawn from all sigmas would need both of them in memory, or both loaded for every step.
+    """
+
+    ranges: Sequence[SigmaDistribution]
+    num_steps: int
+
+    def sigma(self, step: int, places: Tensor) -> Tensor:
+        """Return sigmas for places from 0 to 1 in the range of the expert whose turn it is."""
+        turn = self.ranges[step // self.num_steps % len(self.ranges)]
+        return torch.tensor([turn.quantile(place) for place in places.tolist()], dtype=torch.float32, device=places.device)
+
+
 class Distillation:
     """Trains ``student``. Batches have ``sigma``, ``text`` and ``noisy``, or ``latents`` and ``noise`` to make it from.
 
@@ -58,7 +82,10 @@ class Distillation:
         guidance_scale: float,
         dtype: torch.dtype,
         matched: MatchedBlocks | None = None,
+        adapter: ChannelAdapter | None = None,
+        stretches: Stretches | None = None,
     ) -> None:
+        """``adapter`` is for a student whose latents have other channels than the teacher's, in which batches are."""
         self.student = student
         self.roles: Mapping[str, Role] = {student.name: student}
         self.turns: Sequence[Turn] = (Turn(student.name, self.losses),)
@@ -67,6 +94,8 @@ class Distillation:
         self._scale = guidance_scale
         self._dtype = dtype
         self._matched = matched if objectives.feature else None
+        self._adapter = adapter
+        self._stretches = stretches
 
     def finish_step(self, ranks: Ranks) -> None:
         """Nothing is left to do."""
@@ -75,6 +104,8 @@ class Distillation:
         """Return the weighted sum of the objectives, and each of them."""
         tensors, weights = batch.tensors, self._objectives
         sigma, text = tensors["sigma"], tensors["text"]
+        if self._stretches is not None and "place" in tensors:
+            sigma = self._stretches.sigma(batch.step, tensors["place"])
         noisy = tensors["noisy"] if "noisy" in tensors else interpolate(tensors["latents"], tensors["noise"], sigma)
         targets: dict[str, Tensor] = {}
         features: list[Tensor] = []
@@ -90,6 +121,8 @@ class Distillation:
                 targets["guidance"] = self._teacher.answer(noisy, sigma, text, scale=self._scale).velocity
         if weights.data:
             targets["data"] = velocity_target(tensors["latents"], tensors["noise"])
+        if self._adapter is not None:
+            noisy, targets = self._see_through(noisy, sigma, targets)
         with tapped(self.student.model, self._matched.student if self._matched is not None else ()) as found:
             velocity = self._call(noisy, sigma, text)
         metrics = {name: (velocity - target).square().mean() for name, target in targets.items() if getattr(weights, name)}
@@ -103,10 +136,27 @@ class Distillation:
     @torch.no_grad()
     def held_out_errors(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the error of the velocity against the data's own, of each sample."""
-        sigma = tensors["sigma"]
-        noisy = interpolate(tensors["latents"], tensors["noise"], sigma)
-        velocity = self._call(noisy, sigma, tensors["text"])
-        return (velocity - velocity_target(tensors["latents"], tensors["noise"])).square().flatten(1).mean(1)
+        sigma, latents, noise = tensors["sigma"], tensors["latents"], tensors["noise"]
+        if self._adapter is not None:
+            latents, noise = self._adapter.down(latents), self._adapter.rotate(noise)
+        velocity = self._call(interpolate(latents, noise, sigma), sigma, tensors["text"])
+        return (velocity - velocity_target(latents, noise)).square().flatten(1).mean(1)
+
+    def _see_through(self, noisy: Tensor, sigma: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the question and the answers in the student's channels.
+
+        A velocity says which data and which noise a noisy point is made of; these go through the adapter each in its own way.
+        """
+        assert self._adapter is not None
+        found: dict[str, Tensor] = {}
+        mine = noisy
+        for number, (name, velocity) in enumerate(targets.items()):
+            data = self._adapter.down(data_from_velocity(noisy, velocity, sigma))
+            noise = self._adapter.rotate(noise_from_velocity(noisy, velocity, sigma))
+            found[name] = velocity_target(data, noise)
+            if number == 0:
+                mine = interpolate(data, noise, sigma)
+        return mine, found
 
     def _call(self, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         velocity: Tensor = self.student(
@@ -119,11 +169,15 @@ class Distillation:
 
     @staticmethod
     def _feature_loss(found: Sequence[Tensor], wanted: Sequence[Tensor], matched: MatchedBlocks) -> Tensor:
-        """Return the mean over blocks of the squared error, each relative to the square of what is wanted."""
+        """Return the mean over blocks and samples of the squared error, each relative to the square of what is wanted.
+
+        By sample, so that it does not depend on who else is in the batch.
+        """
         losses = []
         for mine, theirs in zip(found, wanted, strict=True):
             target = theirs.float() if matched.channels is None else theirs.float()[..., matched.channels.to(theirs.device)]
-            losses.append((mine.float() - target).square().mean() / target.square().mean().clamp_min(1e-8))
+            errors, sizes = (each.square().flatten(1).mean(1) for each in (mine.float() - target, target))
+            losses.append((errors / sizes.clamp_min(1e-8)).mean())
         return torch.stack(losses).mean()
 
 

@@ -1,0 +1,190 @@
+"""``distill`` end to end on a tiny Wan: every source of questions, every strategy, what is written and what is refused."""
+
+import json
+
+import pytest
+import torch
+from diffusers import WanPipeline
+from safetensors.torch import load_file
+
+from wandistiller.api import distill, sample
+from wandistiller.cli.main import main
+from wandistiller.errors import UsageError
+
+SIZE = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
+QUICK = {"teacher_path": "tiny", **SIZE, "batch_size": 4, "workers": 0, "learning_rate": 1e-3, "log_every": 1, "save_every": 0}
+PROMPTS = {"data_path": "world:8:1x32x32", "rollout_steps": 3, "rollout_batch": 4}
+DATASET = {"dataset_path": "world:12:1x32x32"}
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("student") / "student.json"
+    path.write_text(json.dumps({"depth": 2}))
+    return path
+
+
+def test_from_prompts_to_a_pipeline_that_everybody_loads(tmp_path, two_layers):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(f"thing number {number}" for number in range(8)) + "\n")
+    run = tmp_path / "run"
+    done = distill(
+        **{**QUICK, **PROMPTS, "data_path": str(prompts)},
+        student_config=two_layers,
+        output_dir=run,
+        num_steps=6,
+        sample_every=6,
+        sample_prompts=("a ball",),
+        sample_steps=2,
+    )
+    assert done.step == 6 and done.output == run / "model"
+    found = losses(run)
+    assert len(found) == 6
+    assert json.loads(next((run / "cache" / "teacher").glob("*/records.json")).read_text())["complete"]
+    assert len(list((run / "samples" / "step-00000006").glob("*.png"))) == 1
+    pipeline = WanPipeline.from_pretrained(run / "model")
+    assert pipeline.transformer.config.num_layers == 2
+    drawn = pipeline("x", height=32, width=32, num_frames=1, num_inference_steps=2, output_type="latent", guidance_scale=1.0)
+    assert torch.isfinite(drawn.frames).all()
+    ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
+    assert ours[0].files[0].exists()
+
+
+def test_a_student_that_is_the_teacher_has_nothing_to_learn(tmp_path):
+    path = tmp_path / "student.json"
+    path.write_text(json.dumps({"num_layers": 3}))
+    for name, data in (("live", DATASET), ("stored", {**DATASET, "cache_teacher": True}), ("rolled", PROMPTS)):
+        run = tmp_path / name
+        distill(**QUICK, **data, student_config=path, output_dir=run, num_steps=1, feature_weight=float(name == "live"))
+        # What is stored is in 16 bits.
+        assert losses(run)[0] < (1e-10 if name == "live" else 1e-6)
+
+
+def test_the_loss_falls(tmp_path, two_layers):
+    distill(**QUICK, **PROMPTS, student_config=two_layers, output_dir=tmp_path / "run", num_steps=30)
+    found = losses(tmp_path / "run")
+    assert sum(found[-5:]) < 0.5 * sum(found[:5])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("gpu", {}),
+        ("cpu", {}),
+        ("offload", {}),
+        ("disk", {}),
+        ("auto", {}),
+        ("gpu0", {}),
+        ("custom", {"map": True}),
+    ],
+)
+def test_every_strategy_gives_the_same_losses(tmp_path, two_layers, strategy, more):
+    options = {"teacher_device_strategy": strategy}
+    if more:
+        options["teacher_device_map"] = tmp_path / "map.json"
+        options["teacher_device_map"].write_text(json.dumps({"": "cpu"}))
+    both = {**QUICK, **DATASET, "student_config": two_layers, "num_steps": 3, "feature_weight": 0.5}
+    distill(**both, output_dir=tmp_path / "run", **options)
+    distill(**both, output_dir=tmp_path / "plain", teacher_device_strategy="gpu")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+
+
+def test_stored_answers_are_asked_for_once(tmp_path, two_layers, monkeypatch):
+    both = {**QUICK, **PROMPTS, "student_config": two_layers, "cache_dir": tmp_path / "cache", "num_steps": 2}
+    distill(**both, output_dir=tmp_path / "a")
+    monkeypatch.setattr("wandistiller.train.teacher.Teacher.answer", lambda *a, **k: pytest.fail("asked again"))
+    distill(**both, output_dir=tmp_path / "b")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_guidance_is_learnt(tmp_path):
+    """A student that is the teacher still has to learn what guidance adds, from either kind of question."""
+    path = tmp_path / "student.json"
+    path.write_text(json.dumps({"num_layers": 3}))
+    learns = {"guidance_scale": 4.0, "guidance_weight": 1.0, "output_weight": 0.0, "student_config": path, "num_steps": 1}
+    for name, data in (("live", DATASET), ("rolled", PROMPTS)):
+        distill(**QUICK, **data, **learns, output_dir=tmp_path / name)
+        assert losses(tmp_path / name)[0] > 1e-5
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers):
+    both = {**QUICK, **PROMPTS, "student_config": two_layers, "num_prompts": 8, "use_ema": True}
+    distill(**both, output_dir=tmp_path / "straight", num_steps=4)
+    distill(**both, output_dir=tmp_path / "run", num_steps=2)
+    distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto")
+    name = "model/transformer/diffusion_pytorch_model.safetensors"
+    straight, resumed = (load_file(tmp_path / folder / name) for folder in ("straight", "run"))
+    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+
+
+def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
+    path = tmp_path / "student.json"
+    path.write_text(json.dumps({"depth": 2, "latent_channels": 4}))
+    run = tmp_path / "run"
+    distill(**QUICK, **PROMPTS, student_config=path, output_dir=run, num_steps=2, sample_every=2, sample_steps=2)
+    assert (run / "model" / "channel_adapter.json").is_file()
+    assert len(list((run / "samples" / "step-00000002").glob("*.png"))) == 3
+    ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
+    assert ours[0].latents.shape[0] == 8, "the VAE's channels"
+
+
+def test_a_teacher_of_two_experts(tmp_path, two_layers, two_expert_folder):
+    both = {**QUICK, "teacher_path": str(two_expert_folder), "student_config": two_layers, "num_steps": 4}
+    distill(**both, **DATASET, output_dir=tmp_path / "live", expert_steps=2)
+    distill(**both, **PROMPTS, output_dir=tmp_path / "rolled")
+    for name in ("live", "rolled"):
+        index = json.loads((tmp_path / name / "model" / "model_index.json").read_text())
+        assert index["transformer_2"] == [None, None] and not (tmp_path / name / "model" / "transformer_2").exists()
+        WanPipeline.from_pretrained(tmp_path / name / "model")
+
+
+def test_noise_is_a_named_baseline_that_says_so(tmp_path, two_layers, capsys):
+    distill(**QUICK, **PROMPTS, noisy_latents="noise", student_config=two_layers, output_dir=tmp_path / "run", num_steps=2)
+    assert "baseline" in capsys.readouterr().err
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_random_start_is_worse_at_first(tmp_path, two_layers):
+    both = {**QUICK, **DATASET, "student_config": two_layers, "num_steps": 1}
+    distill(**both, output_dir=tmp_path / "teacher")
+    distill(**both, output_dir=tmp_path / "random", student_init="random")
+    assert losses(tmp_path / "random")[0] > losses(tmp_path / "teacher")[0]
+
+
+BAD = {
+    "no teacher": ({"teacher_path": "nowhere"}, "nowhere"),
+    "another architecture": ({"teacher_path": "{vae}"}, ""),
+    "no prompts": ({"data_path": "missing.txt"}, "missing.txt"),
+    "a student that does not divide": ({"student": {"hidden_size": 50, "num_heads": 3}}, "hidden_size"),
+    "a patch that does not divide": ({"student": {"patch_size": 3, "image_size": 32}}, "patch"),
+    "features without the teacher": ({"feature_weight": 1.0}, "--feature-weight"),
+    "guidance without a scale": ({"guidance_weight": 1.0}, "--guidance-scale"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_weights_are_read(tmp_path, tiny_folder, monkeypatch, name):
+    changes, words = dict(BAD[name][0]), BAD[name][1]
+    if "student" in changes:
+        changes["student_config"] = tmp_path / "student.json"
+        changes["student_config"].write_text(json.dumps(changes.pop("student")))
+    if changes.get("teacher_path") == "{vae}":
+        changes["teacher_path"] = str(tiny_folder / "vae")
+    monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(UsageError) as caught:
+        distill(**{**QUICK, **PROMPTS, **changes}, output_dir=tmp_path / "run", num_steps=1)
+    assert words in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"caf\xe9\n"])
+def test_prompt_files_that_cannot_be_used(tmp_path, capsys, content):
+    (tmp_path / "prompts.txt").write_bytes(content)
+    flags = ["--teacher_path", "tiny", "--data_path", str(tmp_path / "prompts.txt"), "--output_dir", str(tmp_path / "run")]
+    assert main(["distill", *flags]) == 2
+    assert "prompts.txt" in capsys.readouterr().err
