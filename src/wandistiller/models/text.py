@@ -19,6 +19,8 @@ from wandistiller.errors import CheckpointError, UsageError, shortened
 from wandistiller.models.weight_files import SafetensorsWeights
 
 MAX_TEXT_TOKENS = 512
+# Few different lengths, for kernels that are chosen or compiled for each.
+_LENGTHS = 32
 _EMBEDDING_KEYS = ("embeddings", "prompt_embeds", "context")
 
 
@@ -48,20 +50,27 @@ def open_text_encoder(
     pipeline = WanPipeline(tokenizer=words, text_encoder=encoder, vae=None, scheduler=None)
 
     def encode(texts: Sequence[str]) -> Tensor:
+        # The encoder sees nothing of the padding, and what comes out for it is replaced by zeros; to compute 512 tokens for
+        # the twenty of a usual prompt would take many times as long.
+        longest = max(_count_tokens(words, texts))
+        length = min(-(-longest // _LENGTHS) * _LENGTHS, MAX_TEXT_TOKENS)
         with torch.no_grad():
             embeddings: Tensor = pipeline.encode_prompt(
-                list(texts), do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=torch.device(device)
+                list(texts), do_classifier_free_guidance=False, max_sequence_length=length, device=torch.device(device)
             )[0]
-        return embeddings.cpu()
+        return torch.nn.functional.pad(embeddings.cpu(), (0, 0, 0, MAX_TEXT_TOKENS - length))
 
     yield encode
 
 
 def count_tokens(tokenizer: Path, texts: Sequence[str]) -> list[int]:
     """Return how many of the 512 tokens each text takes, without its padding; no weights are needed for that."""
+    return _count_tokens(_load_tokenizer(tokenizer), texts)
+
+
+def _count_tokens(words: Any, texts: Sequence[str]) -> list[int]:
     from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-    words = _load_tokenizer(tokenizer)
     found = words([prompt_clean(text) for text in texts], max_length=MAX_TEXT_TOKENS, truncation=True, add_special_tokens=True)
     return [len(tokens) for tokens in found.input_ids]
 

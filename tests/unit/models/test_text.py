@@ -6,7 +6,7 @@ from diffusers import WanPipeline
 from safetensors.torch import load_file, save_file
 
 from wandistiller.errors import CheckpointError, UsageError
-from wandistiller.models.text import encode_prompts, read_embeddings
+from wandistiller.models.text import count_tokens, encode_prompts, open_text_encoder, read_embeddings
 
 
 def test_embeddings_are_those_of_diffusers(tiny_folder):
@@ -17,6 +17,19 @@ def test_embeddings_are_those_of_diffusers(tiny_folder):
         for prompt, embedding in zip(prompts, ours, strict=True):
             expected, _ = pipeline.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=512)
             assert torch.equal(embedding, expected[0])
+
+
+@pytest.mark.parametrize("num_words", [1, 30, 31, 32, 33, 600])
+def test_a_batch_of_any_length_is_that_of_diffusers(tiny_folder, num_words):
+    parts = tiny_folder / "text_encoder", tiny_folder / "tokenizer"
+    prompts = ["red " * num_words, "a blue ball", ""]
+    pipeline = WanPipeline.from_pretrained(tiny_folder)
+    with torch.no_grad(), open_text_encoder(*parts, device="cpu", dtype=torch.float32) as encode:
+        expected, _ = pipeline.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=512)
+        ours = encode(prompts)
+    assert ours.shape == expected.shape
+    assert torch.allclose(ours, expected, atol=1e-6)
+    assert count_tokens(parts[1], prompts) == expected.any(dim=-1).sum(dim=1).tolist()
 
 
 def test_a_damaged_text_encoder_is_named(tmp_path):
