@@ -6,6 +6,7 @@ This is the one place that joins the layers for a caller, so that ``WanModel.ena
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_type_hints
 
@@ -22,9 +23,11 @@ from wandistiller.config.doctor import DoctorConfig
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.export import ExportConfig
 from wandistiller.config.lpips import LpipsConfig
+from wandistiller.config.presets import find_preset
 from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.config.training import TrainingConfig
 from wandistiller.config.values import convert_value
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory.out_of_memory import advising
@@ -405,12 +408,16 @@ def doctor(config: DoctorConfig | None = None, **fields: Any) -> Diagnosis:
 def _config(config_class: type[ConfigT], config: ConfigT | None, fields: dict[str, Any]) -> ConfigT:
     if config is not None and fields:
         raise UsageError("Both a configuration and fields were given.", fix="Give one or the other.")
-    unknown = sorted(set(fields) - set(config_class.__dataclass_fields__))
+    known = {field.name for field in dataclasses.fields(config_class)}
+    unknown = sorted(set(fields) - known)
     if unknown:
-        hint = nearest(unknown[0], config_class.__dataclass_fields__)
+        hint = nearest(unknown[0], known)
         raise UsageError(f"{config_class.__name__} has no field '{unknown[0]}'{hint}")
     hints = get_type_hints(config_class)
     given = {name: convert_value(value, hints[name], name) for name, value in fields.items() if value is not None}
+    if "preset" in given:
+        assert issubclass(config_class, TrainingConfig)
+        given = {**find_preset(config_class.command, given["preset"]), **given}
     config = config or config_class(**given)
     config.check()
     return config

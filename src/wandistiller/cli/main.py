@@ -17,6 +17,7 @@ from typing import Any
 
 from wandistiller.cli.arguments import parse_flags
 from wandistiller.config.command import CommandConfig
+from wandistiller.config.presets import find_preset
 from wandistiller.config.toml_file import read_config
 from wandistiller.distributed.failures import end_rank, is_rank
 from wandistiller.errors import UsageError, WanDistillerError, nearest
@@ -88,8 +89,11 @@ def parse(name: str, flags: Sequence[str]) -> Any:
     """Return the command's configuration: defaults, then the file of ``--config``, then flags."""
     config_class = COMMANDS[name].config_class()
     flags = _fill_optional_values(flags)
-    path = _config_path(flags)
-    default = read_config(path, config_class, name, COMMANDS) if path else config_class()
+    path, preset = _value_of("--config", flags), _value_of("--preset", flags)
+    if path is not None:
+        default = read_config(Path(path), config_class, name, COMMANDS, preset)
+    else:
+        default = config_class(**find_preset(name, preset)) if preset is not None else config_class()
     return parse_flags(config_class, flags, default, f"wandistiller {name}")
 
 
@@ -103,12 +107,12 @@ def run(name: str, config: CommandConfig) -> int:
     return int(getattr(result, "exit_code", 0))
 
 
-def _config_path(flags: Sequence[str]) -> Path | None:
+def _value_of(name: str, flags: Sequence[str]) -> str | None:
     for index, flag in enumerate(flags):
-        if flag == "--config" and index + 1 < len(flags):
-            return Path(flags[index + 1])
-        if flag.startswith("--config="):
-            return Path(flag.removeprefix("--config="))
+        if flag == name and index + 1 < len(flags):
+            return flags[index + 1]
+        if flag.startswith(f"{name}="):
+            return flag.removeprefix(f"{name}=")
     return None
 
 

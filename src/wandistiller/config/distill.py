@@ -25,6 +25,10 @@ class DistillConfig(TransformerTrainingConfig):
 
     command: ClassVar[str] = "distill"
 
+    preset: Literal["one-24gb", "one-48gb", "two-24gb", "four-40gb", "no-gpu"] | None = None
+    """Settings for a machine: one card of 24 GB, one of 48 GB or more, two of 24 GB, four of 40 GB under torchrun, or none.
+    Flags and --config change any of them."""
+
     teacher_path: str | None = None
     """The teacher: a diffusers folder, a hub id (owner/name), or 'tiny'. Its encoders prepare the data."""
 

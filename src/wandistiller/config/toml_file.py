@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from wandistiller.config.command import CommandConfig
+from wandistiller.config.presets import find_preset
 from wandistiller.config.values import convert_value
 from wandistiller.errors import UsageError, nearest
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
 
 
-def read_config(path: Path, config_class: type[ConfigT], command: str, commands: typing.Collection[str]) -> ConfigT:
-    """Return a configuration from a TOML file.
+def read_config(
+    path: Path,
+    config_class: type[ConfigT],
+    command: str,
+    commands: typing.Collection[str],
+    preset: str | None = None,
+) -> ConfigT:
+    """Return a configuration from a TOML file, with the settings of a preset, or of the file's own, where it has none.
 
     Keys stand at the top, or in a table named after the command; tables of other commands are left alone, so one file can
     serve a whole project. Both ``-`` and ``_`` are accepted in keys, as on the command line.
@@ -43,7 +50,9 @@ def read_config(path: Path, config_class: type[ConfigT], command: str, commands:
                 fix=f"See wandistiller {command} --help for all of them.",
             )
         found[name] = convert_value(value, hints[name], f"{path}: {key}")
-    return config_class(config=path, **found)
+    preset = preset or found.get("preset")
+    usual = find_preset(command, preset) if preset else {}
+    return config_class(**{**usual, **found, "config": path})
 
 
 def write_config(path: Path, config: CommandConfig, command: str) -> None:

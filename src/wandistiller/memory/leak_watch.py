@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from wandistiller.units import Bytes
@@ -45,6 +45,8 @@ class LeakWatch:
     """Steps whose memory is not looked at: caches fill, kernels are chosen, every bucket is seen once."""
     tolerance: Bytes = field(default_factory=lambda: Bytes(2**20))
     """Growth over all observations that is not worth a word."""
+    tolerances: Mapping[str, Bytes] = field(default_factory=lambda: {"host": Bytes(8 * 2**20)})
+    """The same for kinds of which small amounts come and go: the host's allocator keeps what it was given."""
     max_observations: int = 4096
     """Most that are remembered of each kind; beyond that every second one is forgotten."""
 
@@ -80,7 +82,9 @@ class LeakWatch:
         lows = [(statistics.median(step for step, _ in window), min(excess for _, excess in window)) for window in windows]
         pairs = list(itertools.combinations(lows, 2))
         rises = sum((later > earlier) - (later < earlier) for (_, earlier), (_, later) in pairs)
-        if rises < SIGNIFICANT_RISES or lows[-1][1] - lows[0][1] <= self.tolerance:
-            return None
         slope = statistics.median((later - earlier) / (end - start) for (start, earlier), (end, later) in pairs)
-        return Leak(kind, slope, points[0][0], points[-1][0])
+        leak = Leak(kind, slope, points[0][0], points[-1][0])
+        tolerance = self.tolerances.get(kind, self.tolerance)
+        if rises < SIGNIFICANT_RISES or min(lows[-1][1] - lows[0][1], leak.total) <= tolerance:
+            return None
+        return leak

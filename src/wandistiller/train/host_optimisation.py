@@ -29,7 +29,7 @@ from wandistiller.memory.streaming import BlockStream
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
 from wandistiller.train.schedules import rate_factor
 
-_PIECE = 2**20
+_PIECE = 2**22
 
 
 @dataclass
@@ -96,6 +96,8 @@ class HostOptimisation:
         rest = {name: parameter for name, parameter in self.parameters.items() if id(parameter) not in self._places}
         # Clipped here, together with the streamed ones.
         self._rest = Optimisation(rest, replace(options, clip_norm=None), precision, device)
+        # Room for pieces in float32, one for each thread: new memory for each piece would cost more than the piece.
+        self._arrivals, self._updates = torch.empty(_PIECE), torch.empty(_PIECE)
         self._number = 0
         self._backwards = 0
         self._expected = 0
@@ -201,7 +203,9 @@ class HostOptimisation:
         if block.num_arrived == 0:
             block.square_norm = 0.0
         block.num_arrived += 1
-        block.square_norm += sum(float(piece.float().square().sum()) for piece in target.view(-1).split(_PIECE))
+        for piece in target.view(-1).split(_PIECE):
+            values = self._arrivals[: piece.numel()].copy_(piece)
+            block.square_norm += float(torch.dot(values, values))
         if block.num_arrived == len(block.members):
             block.num_arrived = 0
             if self._clip is None:
@@ -219,7 +223,10 @@ class HostOptimisation:
                 tensors = (*state, block.gradients[index], values[member.name])
                 pieces = zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True)
                 for master, first, second, gradient, weights in pieces:
-                    self._adamw(master, gradient.float().mul_(scale), first, second, block.num_steps, rate)
+                    in_float32 = self._updates[: gradient.numel()].copy_(gradient)
+                    if scale != 1.0:
+                        in_float32.mul_(scale)
+                    self._adamw(master, in_float32, first, second, block.num_steps, rate)
                     weights.copy_(master)
         finally:
             self._store.let_go(position)  # also if it failed: whoever waits here would never see the error

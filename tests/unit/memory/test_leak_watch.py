@@ -89,3 +89,12 @@ def test_it_does_not_leak_itself():
         observer.observe(step, "device", 10**9 + 1000 * step)
     assert len(observer._excess["device"]) <= 257
     assert observer.leaks()[0].bytes_per_step == pytest.approx(1000, rel=0.02)
+
+
+def test_a_few_megabytes_of_the_host_are_no_leak():
+    """Its allocator keeps what it was given; of device memory the same growth is one."""
+    for kind, num_leaks in (("host", 0), ("device", 1)):
+        observer = LeakWatch()
+        for step in range(500, 1500, 10):
+            observer.observe(step, kind, 10**9 + 5000 * step)
+        assert len(observer.leaks()) == num_leaks
