@@ -45,7 +45,7 @@ class LeakWatch:
     """Steps whose memory is not looked at: caches fill, kernels are chosen, every bucket is seen once."""
     tolerance: Bytes = field(default_factory=lambda: Bytes(2**20))
     """Growth over all observations that is not worth a word."""
-    tolerances: Mapping[str, Bytes] = field(default_factory=lambda: {"host": Bytes(8 * 2**20)})
+    tolerances: Mapping[str, Bytes] = field(default_factory=lambda: {"host": Bytes(4 * 2**20)})
     """The same for kinds of which small amounts come and go: the host's allocator keeps what it was given."""
     max_observations: int = 4096
     """Most that are remembered of each kind; beyond that every second one is forgotten."""

@@ -96,5 +96,5 @@ def test_a_few_megabytes_of_the_host_are_no_leak():
     for kind, num_leaks in (("host", 0), ("device", 1)):
         observer = LeakWatch()
         for step in range(500, 1500, 10):
-            observer.observe(step, kind, 10**9 + 5000 * step)
+            observer.observe(step, kind, 10**9 + 3000 * step)
         assert len(observer.leaks()) == num_leaks
