@@ -19,6 +19,7 @@ class LiveBytes(TorchDispatchMode):
         LiveBytes.latest = self
         self.now = 0
         self.peak = 0
+        self.num_made = 0
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -39,6 +40,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._seen.add(key)
         size = storage.nbytes()
+        self.num_made += 1
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._release, key, size)
