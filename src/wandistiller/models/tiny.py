@@ -15,7 +15,7 @@ from wandistiller.files import complete_or_absent
 from wandistiller.models.sizes import Size, find_size
 
 _SEED = 20250225
-_VERSION = 1
+_VERSION = 2
 
 
 def tiny_pipeline_folder() -> Path:

@@ -60,9 +60,7 @@ def test_a_step_is_the_two_passes_and_the_loss(models, feature):
     role = Role("student", student, is_trained=True)
     answers = Teacher(OneModel(teacher), torch.zeros(16, 32), device=CPU, dtype=torch.float32)
     matched = MatchedBlocks([0, 1], [1, 2])
-    method = Distillation(
-        role, answers, Objectives(feature=feature), guidance_scale=1.0, dtype=torch.float32, matched=matched
-    )
+    method = Distillation(role, answers, Objectives(feature=feature), guidance_scale=1.0, dtype=torch.float32, matched=matched)
     batch = make_batch()
     inputs = (batch.tensors["latents"], 1000 * batch.tensors["sigma"], batch.tensors["text"])
     for parameter in student.parameters():
