@@ -22,6 +22,7 @@ from wandistiller.config.doctor import DoctorConfig
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.export import ExportConfig
 from wandistiller.config.lpips import LpipsConfig
+from wandistiller.config.report import ReportConfig
 from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.train_vae import TrainVaeConfig
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from wandistiller.checkpoint.export import Exported
     from wandistiller.data.encode import Encoded
     from wandistiller.doctor import Diagnosis
+    from wandistiller.report.report import Reported
     from wandistiller.sample.sampler import Sample
     from wandistiller.train.distill_run import Distilled
     from wandistiller.train.finetune_run import Trained
@@ -382,6 +384,15 @@ def sample(config: SampleConfig | None = None, **fields: Any) -> list[Sample]:
     config = _config(SampleConfig, config, fields)
     with advising("sample", config):
         return run_sample(config)
+
+
+def report(config: ReportConfig | None = None, **fields: Any) -> Reported:
+    """Write the page about a run, teacher and student side by side; give a ``ReportConfig`` or its fields."""
+    from wandistiller.report.report import run_report
+
+    config = _config(ReportConfig, config, fields)
+    with advising("report", config):
+        return run_report(config)
 
 
 def export(config: ExportConfig | None = None, **fields: Any) -> list[Exported]:
