@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from wandistiller.report.markup import Markup, tag
 
-WIDTH, HEIGHT = 640, 280
-LEFT, TOP, RIGHT, BOTTOM = 58.0, 26.0, 624.0, 236.0
+WIDTH, HEIGHT = 560, 270
+LEFT, TOP, RIGHT, BOTTOM = 56.0, 28.0, 544.0, 224.0
 NUM_COLOURS = 6
 _MOST_POINTS = 600
 _MOST_TITLES = 120
@@ -99,7 +99,7 @@ def round_axis(values: Iterable[float], start: float, end: float, *, from_zero: 
 
 
 def log_axis(values: Iterable[float], start: float, end: float) -> Axis:
-    """Return a logarithmic axis for values above 0; its ends are ticks of 1, 2 or 5 times a power of ten."""
+    """Return a logarithmic axis for values above 0; its ends are 1, 2 or 5 times a power of ten."""
     values = list(values)
     low, high = min(values), max(values)
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
@@ -181,7 +181,7 @@ def _draw_axes(chart: Chart, across: Axis, up: Axis) -> list[Markup]:
         parts.append(tag("text", label, x=x, y=BOTTOM + 19, text_anchor="middle"))
     parts.append(tag("line", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM, class_="axis"))
     y_label = f"{chart.y_label} (logarithmic)" if chart.is_log else chart.y_label
-    parts.append(tag("text", y_label, x=4, y=12, class_="label"))
+    parts.append(tag("text", y_label, x=4, y=13, class_="label"))
     parts.append(tag("text", chart.x_label, x=(LEFT + RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle", class_="label"))
     return parts
 

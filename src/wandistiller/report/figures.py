@@ -39,18 +39,23 @@ def _all_charts(metrics: Metrics) -> Iterator[Chart]:
 
 def _memory_charts(metrics: Metrics) -> Iterator[Chart]:
     names = [name for name in metrics.names if name.startswith("memory/")]
+    unit, factor = ("minutes", 1) if metrics.minutes >= 2 else ("seconds", 60)
+
+    def over_time(name: str) -> list[tuple[float, float]]:
+        return [(factor * minute, value) for minute, value in metrics.over_minutes(name)]
+
     for place in dict.fromkeys(_place(name) for name in names):
 
         def is_here(name: str, place: str = place) -> bool:
             return name in names and _place(name) == place
 
         prefix = "memory/" if place == "host" else f"memory/{place}/"
-        series = _series(metrics.names, is_here, metrics.over_minutes, prefix)
+        series = _series(metrics.names, is_here, over_time, prefix)
         # Nothing page-locked, no other process: a line along the axis says nothing.
         series = [each for each in series if any(y for _, y in each.points)]
         yield Chart(
             title=f"Memory of {'the host' if place == 'host' else place}",
-            x_label="minutes",
+            x_label=unit,
             y_label="GB",
             series=series,
             from_zero=True,

@@ -17,6 +17,9 @@ from wandistiller.report.pictures import show
 from wandistiller.report.run_folder import RunFolder
 from wandistiller.units import Bytes
 
+_GOOD_TEACHER = 0.5
+"""Marks below which the teacher is near to chance, and being like it is no merit."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -87,7 +90,7 @@ def count_parameters(number: int) -> str:
     """Return a number of parameters as people say it."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= factor:
-            return f"{number / factor:.3g} {unit}"
+            return f"{number / factor:.3g}\u00a0{unit}"
     return str(number)
 
 
@@ -102,7 +105,7 @@ def _tiles(content: Content) -> Markup:
     tiles.append(("Training", f"{run.metrics.step:,}", f"steps in {_duration(run.metrics.minutes)}"))
     marks = [column.marks for column in columns]
     if len(marks) == 2 and marks[0] is not None and marks[1] is not None:
-        note = f"of the teacher's marks, N = {marks[0].total.total()} attributes"
+        note = f"of the teacher's marks (N\u00a0=\u00a0{marks[0].total.total()} attributes)"
         tiles.append(("Quality", _percent(marks[1].overall, marks[0].overall), note))
     parts = [
         tag("div", tag("span", name), tag("strong", number), tag("span", note), class_="tile") for name, number, note in tiles
@@ -111,9 +114,7 @@ def _tiles(content: Content) -> Markup:
 
 
 def _duration(minutes: float) -> str:
-    return (
-        f"{minutes * 60:.0f} seconds" if minutes < 2 else f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} h"
-    )
+    return f"{minutes * 60:.0f} s" if minutes < 2 else f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def _percent(share: float, whole: float) -> str:
@@ -142,7 +143,9 @@ def _marks(content: Content) -> list[Markup]:
     names = [column.name for column in content.columns]
     heads = ["attribute", *names, *(["Student / teacher"] if len(names) == 2 else [])]
     judged = sum(verdict is not None for verdict in content.columns[0].verdicts)
-    note = f"N = {judged} captions. The judge looks for every attribute of a caption in the picture; there is no model in it."
+    note = f"N = {judged} captions. The judge looks in each picture for every attribute that its caption names."
+    if len(marks) == 2 and marks[0].overall < _GOOD_TEACHER:
+        note += f" The teacher itself gets only {marks[0].overall:.0%} right, so the student's share of that says little."
     table = tag("table", tag("tr", *(tag("th", head) for head in heads)), *rows, class_="numbers")
     return [tag("section", tag("h2", "Marks"), tag("p", note), tag("div", table, class_="scroll"))]
 
@@ -176,7 +179,9 @@ def _judged(prompt: str, verdict: Verdict) -> Markup:
         if piece.finding is None or piece.finding.is_right:
             words.append(tag("span", piece.text))
         else:
-            words.append(tag("mark", tag("s", piece.text), f" {piece.finding.seen or 'nothing'}"))
+            seen = piece.finding.seen
+            struck = tag("s", piece.text)
+            words.append(tag("mark", *([struck, f" {seen}"] if seen else [struck]), title=f"seen: {seen or 'nothing'}"))
     return tag("p", tag("b", f"{right} of {len(verdict.findings)}: "), *words, class_="said")
 
 
