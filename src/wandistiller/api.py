@@ -24,6 +24,7 @@ from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.export import ExportConfig
 from wandistiller.config.lpips import LpipsConfig
 from wandistiller.config.presets import find_preset
+from wandistiller.config.report import ReportConfig
 from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.train_vae import TrainVaeConfig
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from wandistiller.checkpoint.export import Exported
     from wandistiller.data.encode import Encoded
     from wandistiller.doctor import Diagnosis
+    from wandistiller.report.report import Reported
     from wandistiller.sample.sampler import Sample
     from wandistiller.train.distill_run import Distilled
     from wandistiller.train.finetune_run import Trained
@@ -329,13 +331,12 @@ def _recompute(module: nn.Module, *args: Any) -> Any:
 
 
 def distill(config: DistillConfig | None = None, **fields: Any) -> Distilled:
-    """Distil a teacher into a student: ``distill(teacher_path=..., data_path=...)`` or ``distill(DistillConfig(...))``.
-
-    The fields are the flags of ``wandistiller distill``.
-    """
+    """Distil a teacher into a student; give a ``DistillConfig`` or its fields."""
     from wandistiller.train.distill_run import run_distill
 
-    return run_distill(_config(DistillConfig, config, fields))
+    config = _config(DistillConfig, config, fields)
+    with advising("distill", config):
+        return run_distill(config)
 
 
 def train(config: TrainConfig | None = None, **fields: Any) -> Trained:
@@ -385,6 +386,15 @@ def sample(config: SampleConfig | None = None, **fields: Any) -> list[Sample]:
     config = _config(SampleConfig, config, fields)
     with advising("sample", config):
         return run_sample(config)
+
+
+def report(config: ReportConfig | None = None, **fields: Any) -> Reported:
+    """Write the page about a run, teacher and student side by side; give a ``ReportConfig`` or its fields."""
+    from wandistiller.report.report import run_report
+
+    config = _config(ReportConfig, config, fields)
+    with advising("report", config):
+        return run_report(config)
 
 
 def export(config: ExportConfig | None = None, **fields: Any) -> list[Exported]:

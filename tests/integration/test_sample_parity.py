@@ -272,7 +272,7 @@ def test_every_placement_draws_the_same(tiny_folder, tmp_path, monkeypatch, plac
 
     options = {"model": str(tiny_folder), "prompt": ("x",), "steps": 3, "cfg_scale": 2.0, **COMMON}
     resident = sample(output=tmp_path / "a.safetensors", **options)[0].latents
-    monkeypatch.setattr(sampler, "_placement_name", lambda job: placement)
+    monkeypatch.setattr(sampler, "placement_name", lambda job: placement)
     if placement == "custom":
         (tmp_path / "map.json").write_text('{"": "cpu", "blocks": {"0": "disk"}}')
         options |= {"device_map": tmp_path / "map.json"}

@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "lpips": Command("lpips:LpipsConfig", "convert the weights of the perceptual loss, once, for train-vae --use-lpips"),
     "encode": Command("encode:EncodeConfig", "write the caches of text embeddings and latents that training reads"),
     "sample": Command("sample:SampleConfig", "generate pictures and clips from a checkpoint"),
+    "report": Command("report:ReportConfig", "write one page about a run: teacher and student side by side, marks, curves"),
     "export": Command("export:ExportConfig", "write a checkpoint in another format, and prove it equal"),
     "doctor": Command("doctor:DoctorConfig", "check this machine: devices, precisions, memory, buses, disk"),
 }

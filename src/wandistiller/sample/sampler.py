@@ -5,11 +5,12 @@ Each model is in memory only while it is needed: the text encoder, then one tran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,7 +51,7 @@ def run_sample(config: SampleConfig) -> list[Sample]:
     job = prepare(config)
     monitor = Monitor([job.device], lambda failure: find_remedies(job, failure))
     # A device map that does not fit the model is found here, before anything is read.
-    placement = choose_placement(_placement_name(job), **placement_options(job))
+    placement = choose_placement(placement_name(job), **placement_options(job))
     placement.predict(stored_subject(job.transformers[0], job.dtype), job.device)
     say(describe(job))
     with monitor.phase("encoding", "text encoder"):
@@ -64,7 +65,7 @@ def run_sample(config: SampleConfig) -> list[Sample]:
     return samples
 
 
-def _placement_name(job: Job) -> str:
+def placement_name(job: Job) -> str:
     """On the CPU the weights are in its memory as it is."""
     streams = job.config.placement_name in ("auto", "offload") and job.device.type == "cpu"
     return "gpu" if streams else job.config.placement_name
@@ -113,10 +114,13 @@ def encode(job: Job) -> Conditioning:
 
 
 @torch.no_grad()
-def denoise(job: Job, conditioning: Conditioning, placement: Placement, monitor: Monitor) -> Tensor:
+def denoise(
+    job: Job, conditioning: Conditioning, placement: Placement, monitor: Monitor, seeds: Sequence[int] | None = None
+) -> Tensor:
     """Follow the flow from noise to latents (samples, channels, frames, height, width), float32, on the host.
 
-    All prompts take each step together, so that each expert is loaded once however many prompts there are.
+    All prompts take each step together, so that each expert is loaded once however many prompts there are. ``seeds`` has one
+    for each sample, in the place of the configuration's, which gives every prompt the same noise.
     """
     experts = Experts(
         job.transformers,
@@ -140,7 +144,7 @@ def denoise(job: Job, conditioning: Conditioning, placement: Placement, monitor:
             predictions.append(prediction)
         return torch.cat(predictions)
 
-    latents = noise = _noise(job).to(job.device)
+    latents = noise = _noise(job, seeds).to(job.device)
     experts.at(job.schedule.timesteps[0])  # so that the bar for loading is gone before the bar for steps
     with progress("Sampling", job.schedule.num_steps, "step", monitor.line) as advance:
         for step, latents in enumerate(SOLVERS[job.solver].steps(velocity, noise, job.schedule)):
@@ -161,7 +165,7 @@ def denoise(job: Job, conditioning: Conditioning, placement: Placement, monitor:
 def _place_text_encoder(job: Job, encoder: nn.Module) -> None:
     """Put the text encoder where the transformer is going to be, as far as that makes sense for a model used once."""
     same = {"gpu": "gpu", "cpu": "cpu", "offload": "offload", "disk": "offload"}
-    name = "gpu" if job.device.type == "cpu" else same.get(_placement_name(job), "auto")
+    name = "gpu" if job.device.type == "cpu" else same.get(placement_name(job), "auto")
     blocks = list(encoder.get_submodule("encoder.block"))
     choose_placement(name, resident=0, headroom=Bytes(2**30)).attach(Subject(model=encoder, blocks=blocks), job.device)
 
@@ -172,9 +176,7 @@ def write(job: Job, latents: Tensor) -> Iterator[Sample]:
     if job.config.wants_pixels:
         assert job.vae is not None  # prepare() has made sure
         vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
-    if job.adapter is not None:
-        latents = job.adapter.up(latents)
-    for index, sample in enumerate(latents):
+    for index, sample in enumerate(_for_the_vae(job, latents)):
         prompt = job.prompts[index // job.config.batch_size]
         seed = job.config.seed + index % job.config.batch_size
         yield Sample(prompt, seed, sample, tuple(_write_one(job, vae, index, sample, job.settings(prompt, seed))))
@@ -196,6 +198,19 @@ def _write_one(job: Job, vae: nn.Module | None, index: int, latents: Tensor, set
             write_clip(path, frames, job.fps, settings)
     say(f"Wrote {path}")
     yield path
+
+
+def _for_the_vae(job: Job, latents: Tensor) -> Tensor:
+    """Return latents in the VAE's channels."""
+    return latents if job.adapter is None else job.adapter.up(latents)
+
+
+def decode(job: Job, latents: Tensor) -> Iterator[np.ndarray]:
+    """Yield the pixels of each sample as bytes (frames, height, width, 3); the VAE is in memory for as long."""
+    assert job.vae is not None  # prepare() has made sure, where pixels are wanted
+    vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
+    for sample in _for_the_vae(job, latents):
+        yield to_bytes(_decode(vae, sample, tiled=job.config.vae_tiling))
 
 
 @torch.no_grad()
@@ -233,14 +248,12 @@ def _timesteps(noisy: Tensor, timestep: float, conditioning: Conditioning, job: 
     return grid.flatten().expand(noisy.shape[0], -1)
 
 
-def _noise(job: Job) -> Tensor:
+def _noise(job: Job, seeds: Sequence[int] | None) -> Tensor:
     """Return the noise to start from, drawn on the host so that it does not depend on device, batch or prompts."""
     shape = (1, job.transformers[0].config["out_channels"], *job.geometry.latent_shape)
-    each = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(job.config.seed + index))
-        for index in range(job.config.batch_size)
-    ]
-    return torch.cat(each * len(job.prompts))
+    if seeds is None:
+        seeds = [job.config.seed + index for index in range(job.config.batch_size)] * len(job.prompts)
+    return torch.cat([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def _numbered(path: Path, index: int, total: int) -> Path:
