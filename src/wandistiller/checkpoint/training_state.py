@@ -52,6 +52,7 @@ class TrainingStates:
     def save(self, state: TrainingState) -> Path:
         """Write a state; nothing is lost if this is killed at any moment."""
         target = self.folder / f"step-{state.step:08d}"
+        self._retire()  # what a kill has left; else kills between the two could let states pile up
         with complete_or_absent(target) as partial:
             partial.mkdir(parents=True)
             planned = [_planned(name, tensor) for name, tensor in state.tensors.items()]

@@ -125,7 +125,7 @@ def find_pipeline(source: str, parts: Collection[str] = ()) -> Pipeline:
         return _read_original_folder(folder, source)
     if folder.exists():
         raise UsageError(f"{source} is a file, not a pipeline.", fix="Give a single file of weights as --checkpoint.")
-    if source in SIZES:
+    if source in SIZES and not source.startswith("tiny"):
         raise UsageError(
             f"'{source}' is the name of a size, not a checkpoint.",
             fix=f"Point to the folder with its weights, or to its hub id such as Wan-AI/{_hub_name(source)}.",

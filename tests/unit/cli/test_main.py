@@ -75,7 +75,7 @@ def test_a_bare_latent_flag(flags):
         (["sample", "--model", "tiny"], "nothing to draw"),
         (["export", "--model", "tiny"], "--output is missing"),
         (["doctor", "--disk", "/no/such"], "is not a folder"),
-        (["distill"], "There is no command 'distill'"),
+        (["distil"], "There is no command 'distil'; did you mean 'distill'?"),
     ],
 )
 def test_wrong_input_exits_with_2(arguments, message, capsys):

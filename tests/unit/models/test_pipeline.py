@@ -115,7 +115,7 @@ def test_only_the_parts_that_a_job_needs_are_fetched_from_a_hub(tiny_folder, tmp
 
 
 def test_hub_names_are_complete():
-    released = [name for name in pipeline_module.SIZES if name != "tiny"]
+    released = [name for name in pipeline_module.SIZES if not name.startswith("tiny")]
     assert all(pipeline_module._hub_name(name) for name in released)
 
 
