@@ -2,8 +2,10 @@
 
 The model's own code runs on fake tensors, which have shapes and no numbers. Every tensor that is made or dies on the way is
 told to a model of PyTorch's allocator, in order, so that what comes out is not only what is in use at the worst moment but what
-the process would hold, fragments included. On fake tensors of the CPU attention takes a flash kernel, as it does on a card; an RMS
-norm, which the CPU computes in several steps, is put in as the one kernel that it is on a card.
+the process would hold, fragments included.
+
+On fake tensors of the CPU attention takes a flash kernel, as it does on a card; an RMS norm, which the CPU computes in several
+steps, is put in as the one kernel that it is on a card.
 """
 
 from __future__ import annotations
