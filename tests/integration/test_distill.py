@@ -133,6 +133,17 @@ def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
     assert ours[0].latents.shape[0] == 8, "the VAE's channels"
 
 
+def test_the_students_description_says_what_it_is_trained_at(tmp_path):
+    path = tmp_path / "student.json"
+    path.write_text(json.dumps({"depth": 2, "image_size": 48, "num_frames": 5, "text_max_length": 3}))
+    run = tmp_path / "run"
+    sizes = {"width": None, "height": None, "frames": ()}
+    distill(**{**QUICK, **sizes}, **PROMPTS, student_config=path, output_dir=run, num_steps=1, sample_every=1, sample_steps=1)
+    about = json.loads(next((run / "cache" / "teacher").glob("*/records.json")).read_text())["about"]
+    assert about["shape"] == [8, 2, 6, 6]
+    assert list((run / "samples" / "step-00000001").glob("*.mp4"))
+
+
 def test_a_teacher_of_two_experts(tmp_path, two_layers, two_expert_folder):
     both = {**QUICK, "teacher_path": str(two_expert_folder), "student_config": two_layers, "num_steps": 4}
     distill(**both, **DATASET, output_dir=tmp_path / "live", expert_steps=2)

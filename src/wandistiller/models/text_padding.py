@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
@@ -52,6 +53,14 @@ def fold_padding(model: nn.Module) -> None:
 def can_fold_padding(config: Any, num_tokens: int) -> bool:
     """Say whether padding is worth folding for a transformer of this configuration and samples of so many tokens."""
     return config.get("added_kv_proj_dim") is None and num_tokens <= MOST_TOKENS
+
+
+def cut_text(text: Tensor, max_tokens: int) -> Tensor:
+    """Let padding begin after ``max_tokens`` tokens of text (..., tokens, width) at the latest."""
+    if text.shape[-2] <= max_tokens:
+        return text
+    is_kept = torch.arange(text.shape[-2], device=text.device) < max_tokens
+    return text * is_kept[:, None]
 
 
 def trim_padding(text: Tensor) -> Tensor:

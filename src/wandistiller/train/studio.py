@@ -19,7 +19,7 @@ from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline
 from wandistiller.models.stored import StoredModel
 from wandistiller.models.text import encode_prompts
-from wandistiller.models.text_padding import trim_padding
+from wandistiller.models.text_padding import TEXT_TOKENS, cut_text, trim_padding
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.drawing import Drawing
 from wandistiller.train.ema import MovingAverage
@@ -60,6 +60,8 @@ class Studio:
     """What the transformer's inputs are in."""
     adapter: ChannelAdapter | None = None
     """For a transformer whose latents have other channels than the VAE's."""
+    max_text_tokens: int = TEXT_TOKENS
+    """How much of a caption the transformer is given."""
 
     @property
     def shift(self) -> float:
@@ -122,7 +124,7 @@ class Studio:
         channels = shape[0] if self.adapter is None else self.adapter.student_channels
         return Drawing(
             prompts=prompts,
-            text=text,
+            text=cut_text(text, self.max_text_tokens),
             empty_text=empty_text,
             latent_shape=(channels, *shape[1:]),
             num_steps=self.config.sample_steps,

@@ -5,7 +5,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wandistiller.models.sizes import find_size
-from wandistiller.models.text_padding import TEXT_TOKENS, can_fold_padding, fold_padding, trim_padding
+from wandistiller.models.text_padding import TEXT_TOKENS, can_fold_padding, cut_text, fold_padding, trim_padding
 
 
 @pytest.fixture
@@ -68,6 +68,13 @@ def test_trimming_keeps_all_words_and_one_token_of_padding():
     assert trim_padding(padded(32, 4)).shape == (2, 48, 4)
     assert trim_padding(padded(512, 4)).shape == (2, 512, 4)
     assert trim_padding(text[0]).shape == (32, 4)
+
+
+def test_a_text_that_is_cut_is_the_shorter_one_with_padding():
+    text = padded(20, 4)
+    expected = torch.cat([text[:, :12], torch.zeros(2, 500, 4)], dim=1)
+    assert torch.equal(cut_text(text, 12), expected)
+    assert cut_text(text, 512) is text
 
 
 def test_models_that_look_at_a_picture_and_long_videos_keep_the_padding():

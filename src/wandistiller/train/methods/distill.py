@@ -19,6 +19,7 @@ from wandistiller.flow.path import (
 )
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.models.channel_adapter import ChannelAdapter
+from wandistiller.models.text_padding import TEXT_TOKENS, cut_text
 from wandistiller.train.method import Losses, Role, Turn
 from wandistiller.train.teacher import Teaches, tapped
 
@@ -84,8 +85,12 @@ class Distillation:
         matched: MatchedBlocks | None = None,
         adapter: ChannelAdapter | None = None,
         stretches: Stretches | None = None,
+        max_text_tokens: int = TEXT_TOKENS,
     ) -> None:
-        """``adapter`` is for a student whose latents have other channels than the teacher's, in which batches are."""
+        """``adapter`` is for a student whose latents have other channels than the teacher's, in which batches are.
+
+        ``max_text_tokens`` is how much of a caption the student is given.
+        """
         self.student = student
         self.roles: Mapping[str, Role] = {student.name: student}
         self.turns: Sequence[Turn] = (Turn(student.name, self.losses),)
@@ -96,6 +101,7 @@ class Distillation:
         self._matched = matched if objectives.feature else None
         self._adapter = adapter
         self._stretches = stretches
+        self._max_text_tokens = max_text_tokens
 
     def finish_step(self, ranks: Ranks) -> None:
         """Nothing is left to do."""
@@ -162,7 +168,7 @@ class Distillation:
         velocity: Tensor = self.student(
             hidden_states=noisy.to(self._dtype),
             timestep=NUM_TIMESTEPS * sigma,
-            encoder_hidden_states=text.to(self._dtype),
+            encoder_hidden_states=cut_text(text, self._max_text_tokens).to(self._dtype),
             return_dict=False,
         )[0]
         return velocity.float()
