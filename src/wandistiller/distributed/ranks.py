@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,6 +79,8 @@ def joined(device: torch.device, timeout_seconds: float = 600.0) -> Iterator[Ran
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     yield ranks
     # Only after success: a rank that failed must not wait for the others here.
+    dist.barrier()
+    gc.collect()  # whatever still refers to the group would keep its threads alive until the interpreter is gone
     dist.destroy_process_group()
 
 

@@ -35,6 +35,8 @@ class GraphedCalls:
         self._precision = precision
         self._device = device
         self._recorded: dict[Any, nn.Module] = {}
+        # Gradients are added up on another stream than a graph is recorded on, which PyTorch warns of and waits for.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     def __call__(self, *args: Tensor, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

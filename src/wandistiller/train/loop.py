@@ -104,13 +104,6 @@ class Loop:
         self._counts: dict[str, int] = {}
         self._signal: int | None = None
         self._saved_step = -1
-        for role in method.roles.values():
-            if role.is_trained and ranks.world_size > 1 and role.trained_parameters:
-                devices = [device] if device.type == "cuda" else None
-                together = DistributedDataParallel(role.model, device_ids=devices, find_unused_parameters=not role.uses_all)
-                # Buffers are computed alike from the same weights, so they need no exchange.
-                together.broadcast_buffers = False
-                role.call = together
 
     @property
     def epoch(self) -> float:
@@ -124,7 +117,7 @@ class Loop:
 
     def run(self) -> Stopped:
         """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
-        with self._interrupts():
+        with self._interrupts(), self._training_together():
             self._tell("started")
             saved = None
             steps = load_steps(
@@ -232,6 +225,26 @@ class Loop:
         self.method.finish_step(self.ranks)
         self.step += 1
         self.position += self._plan.batches_per_step
+
+    @contextmanager
+    def _training_together(self) -> Iterator[None]:
+        """Let ranks exchange the gradients of what they train, for as long as the loop runs.
+
+        Whoever holds on to this also keeps the threads of the process group, and a process that ends with them may crash.
+        """
+        shared = [role for role in self.method.roles.values() if role.is_trained and role.trained_parameters]
+        for role in shared if self.ranks.world_size > 1 else []:
+            devices = [self.device] if self.device.type == "cuda" else None
+            together = DistributedDataParallel(role.model, device_ids=devices, find_unused_parameters=not role.uses_all)
+            # Buffers are computed alike from the same weights, so they need no exchange.
+            together.broadcast_buffers = False
+            role.call = together
+            del together
+        try:
+            yield
+        finally:
+            for role in shared if self.ranks.world_size > 1 else []:
+                role.call = None
 
     def _synchronising(self, turn: Turn, *, is_last: bool) -> AbstractContextManager[Any]:
         """Ranks exchange gradients with the last micro-batch of a step."""
