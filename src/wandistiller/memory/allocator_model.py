@@ -10,9 +10,7 @@ taken, and cut if enough is left over.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 MIB = 2**20
 _LEAST_BLOCK = 512
@@ -21,15 +19,6 @@ _SMALL_SEGMENT = 2 * MIB
 _MIDDLE = 10 * MIB
 _MIDDLE_SEGMENT = 20 * MIB
 _LARGE_STEP = 2 * MIB
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that is allocated or freed, by a number of its own."""
-
-    kind: Literal["allocate", "free"]
-    key: int
-    num_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -47,7 +36,7 @@ class _Block:
 
 
 class AllocatorModel:
-    """Follows events; ``reserved`` is what the process would hold, ``allocated`` what is in use, both with their peaks."""
+    """Follows allocations and frees: ``reserved`` is what the process would hold, ``allocated`` what is in use."""
 
     def __init__(self) -> None:
         self.reserved = 0
@@ -55,14 +44,6 @@ class AllocatorModel:
         self._num_segments = 0
         self._free: dict[bool, list[tuple[tuple[int, int, int], _Block]]] = {True: [], False: []}
         self._used: dict[int, tuple[_Block, bool]] = {}
-
-    def follow(self, events: Iterable[Event]) -> None:
-        """Take events in their order."""
-        for event in events:
-            if event.kind == "allocate":
-                self.allocate(event.key, event.num_bytes)
-            else:
-                self.free(event.key)
 
     def allocate(self, key: int, num_bytes: int) -> None:
         """Take room for a tensor; nothing for an empty one."""

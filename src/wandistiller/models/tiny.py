@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from wandistiller.files import complete_or_absent
 from wandistiller.models.sizes import Size, find_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
 _SEED = 20250225
 _VERSION = 2
@@ -69,7 +73,7 @@ _WORDS = (
 ).split()
 
 
-def _word_tokenizer():  # type: ignore[no-untyped-def]  # transformers is imported only when this is needed
+def _word_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token for each of a few words and for each byte of all others: any text, little to ship."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
     from tokenizers.models import Unigram
@@ -93,7 +97,7 @@ def _word_tokenizer():  # type: ignore[no-untyped-def]  # transformers is import
 _NEIGHBOURS = (-3, -2, -1, 1, 2, 3, 4)
 
 
-def _neighbour_encoder(vocabulary: int, width: int):  # type: ignore[no-untyped-def]
+def _neighbour_encoder(vocabulary: int, width: int) -> UMT5EncoderModel:
     """Return a UMT5 made by hand, which needs no training: each token becomes its own code beside those of its neighbours.
 
     So "circle" in "a small red circle at the top left" says which circle and where. Codes are random.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ class Callback:
         """Take up what was saved."""
 
 
-class EverySoOften(Callback):
+class EverySoOften(Callback, ABC):
     """Does something after every ``every`` steps, and at the end if that step was not one of them; 0 is the end alone."""
 
     def __init__(self, every: int) -> None:
@@ -54,9 +55,9 @@ class EverySoOften(Callback):
         if self._done_at != loop.step:
             self._do(loop)
 
+    @abstractmethod
     def act(self, loop: Loop) -> None:
         """Do it, on all ranks."""
-        raise NotImplementedError
 
     def _do(self, loop: Loop) -> None:
         self._done_at = loop.step

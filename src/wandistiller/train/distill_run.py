@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob, prepare_distillation
-from wandistiller.train.ema import MovingAverage
+from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.health import WatchHealth
 from wandistiller.train.held_out import MeasureHeldOut
@@ -39,7 +38,7 @@ from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Obje
 from wandistiller.train.optimisation import Optimisation
 from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
-from wandistiller.train.runs import Run, exit_code, in_use
+from wandistiller.train.runs import Run, exit_code
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
 from wandistiller.train.teacher import ServedTeacher, Teacher, Teaches
@@ -77,9 +76,8 @@ def run_distill(config: DistillConfig) -> Distilled:
         if config.is_stored:
             with monitor.phase("asking the teacher", "teacher"):
                 samples = ask_once(job, questions, teacher, ranks)
-            del teacher
-            teacher = None
-            gc.collect()
+            if teacher is not None:
+                teacher.release()
         adapter = _make_adapter(job, questions, samples, ranks)
         with monitor.phase("loading", "student"):
             student = make_student(

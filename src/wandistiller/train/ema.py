@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,3 +42,8 @@ class MovingAverage:
             yield
         finally:
             self._model.load_state_dict(own, strict=False)
+
+
+def in_use(average: MovingAverage | None) -> AbstractContextManager[Any]:
+    """Let a model have its average for as long, where there is one."""
+    return average.in_use() if average is not None else nullcontext()

@@ -32,7 +32,7 @@ from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
 from wandistiller.train.adapters import add_adapters
 from wandistiller.train.callbacks import Callback
-from wandistiller.train.ema import MovingAverage
+from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.held_out import MeasureHeldOut
 from wandistiller.train.host_optimisation import HostOptimisation
@@ -40,7 +40,7 @@ from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises
 from wandistiller.train.remedies import find_remedies
-from wandistiller.train.runs import Run, choose_precision, exit_code, in_use, prepare_device
+from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device
 from wandistiller.train.studio import Studio
 from wandistiller.train.transformer_data import encode_held_out, encode_training_data, folds_padding, open_samples
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,7 +11,7 @@ from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.data.loader import sample_generator
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.train.callbacks import EverySoOften
-from wandistiller.train.ema import MovingAverage
+from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.metrics import WriteMetrics
 from wandistiller.train.optimisation import autocast
 
@@ -54,7 +53,7 @@ class MeasureHeldOut(EverySoOften):
 
     def act(self, loop: Loop) -> None:
         sums = torch.zeros(len(QUANTILES) + 1, dtype=torch.float64)
-        with self._average.in_use() if self._average is not None else nullcontext():
+        with in_use(self._average):
             for index in range(loop.ranks.rank, self._count, loop.ranks.world_size):
                 sums[:-1] += self._errors(loop, index)
                 sums[-1] += 1

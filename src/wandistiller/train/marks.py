@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,7 @@ from wandistiller.data.judge import KINDS, Marks, judge
 from wandistiller.data.media import to_bytes
 from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.drawing import Decode, Drawing, draw
-from wandistiller.train.ema import MovingAverage
+from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.method import Role
 from wandistiller.train.metrics import WriteMetrics
 
@@ -46,7 +45,7 @@ class MeasureMarks(EverySoOften):
 
     def act(self, loop: Loop) -> None:
         marks = Marks()
-        with self._average.in_use() if self._average is not None else nullcontext():
+        with in_use(self._average):
             for drawing in self._drawings:
                 mine = range(loop.ranks.rank, len(drawing.prompts), loop.ranks.world_size)
                 for start in range(0, len(mine), _AT_ONCE):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,11 +168,6 @@ class Run:
         if self.ranks.is_first and self.device.type != "cpu":
             say("Memory by phase: " + "; ".join(self.monitor.summary()))
         return stopped
-
-
-def in_use(average: MovingAverage | None) -> AbstractContextManager[Any]:
-    """Let a model have its average for as long, where there is one."""
-    return average.in_use() if average is not None else nullcontext()
 
 
 def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wandistiller.data.media import to_bytes, write_clip, write_picture
 from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.drawing import Decode, Drawing, draw
-from wandistiller.train.ema import MovingAverage
+from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.method import Role
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class DrawSamples(EverySoOften):
         drawing = self._drawing
         mine = range(loop.ranks.rank, len(drawing.prompts), loop.ranks.world_size)
         how = {"device": loop.device, "precision": loop.options.precision}
-        with self._average.in_use() if self._average is not None else nullcontext():
+        with in_use(self._average):
             # One at a time: users' models fill the card.
             latents = [draw(self._role.model, drawing, [index], **how)[0] for index in mine]
         for index, pixels in zip(mine, self._decode(latents), strict=True):

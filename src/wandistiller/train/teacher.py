@@ -32,6 +32,10 @@ class Teaches(Protocol):
         """Return velocities in float32, guided if ``scale`` is above 1, and the hidden states after some blocks."""
         ...
 
+    def release(self) -> None:
+        """Give the memory back; whoever asks again loads it again."""
+        ...
+
 
 class Teacher:
     """Answers from weights that this process holds."""
@@ -60,7 +64,6 @@ class Teacher:
         return Answer(together([answer.velocity for answer in answers]), features)
 
     def release(self) -> None:
-        """Give the memory back."""
         self._experts.release()
 
     def _ask(self, noisy: Tensor, sigma: Tensor, text: Tensor, scale: float, blocks: Sequence[int]) -> Answer:
@@ -109,6 +112,10 @@ class ServedTeacher:
         self._teacher = teacher
         self._ranks = ranks
         self._device = device
+
+    def release(self) -> None:
+        if self._teacher is not None:
+            self._teacher.release()
 
     def alone(self) -> Teacher | None:
         """Return the teacher itself, on the rank that has it, for questions that nobody else asks."""

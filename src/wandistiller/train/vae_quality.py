@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -14,7 +13,7 @@ from wandistiller.data.media import to_bytes, write_picture
 from wandistiller.data.pixel_samples import PixelSamples
 from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution
 from wandistiller.train.callbacks import EverySoOften
-from wandistiller.train.ema import MovingAverage
+from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.method import Role
 from wandistiller.train.methods.vae import Perceptual
 from wandistiller.train.metrics import WriteMetrics
@@ -57,7 +56,7 @@ class MeasureReconstructions(EverySoOften):
         names = ["psnr", "ssim", *(["lpips"] if self._perceptual is not None else [])]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64)
         shown: list[tuple[Tensor, Tensor]] = []
-        with self._average.in_use() if self._average is not None else nullcontext():
+        with in_use(self._average):
             for index in range(loop.ranks.rank, self._count, loop.ranks.world_size):
                 wanted = self._samples.pixels(index)[None].to(loop.device)
                 found = reconstruct(cast(VaePass, self._role.model), wanted, loop)

@@ -30,11 +30,12 @@ from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.vae_passes import VaePass, encode_distribution, lay_channels_last
 from wandistiller.models.vae_start import initialise_vae
 from wandistiller.terminal import progress, say
+from wandistiller.train.ema import in_use
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
-from wandistiller.train.runs import Run, choose_precision, exit_code, in_use, prepare_device
+from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device
 from wandistiller.train.vae_quality import MeasureReconstructions
 from wandistiller.units import Bytes
 

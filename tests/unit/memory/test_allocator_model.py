@@ -2,7 +2,7 @@
 
 import pytest
 
-from wandistiller.memory.allocator_model import MIB, AllocatorModel, Event
+from wandistiller.memory.allocator_model import MIB, AllocatorModel
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,21 @@ def test_a_large_block_is_cut_and_joined_again():
 def test_fragments_make_it_hold_more_than_is_in_use():
     """Two halves that are free but not neighbours cannot serve one whole."""
     model = AllocatorModel()
-    model.follow(Event("allocate", key, 32 * MIB) for key in range(3))
-    model.follow([Event("free", 0), Event("free", 2), Event("allocate", 3, 64 * MIB)])
+    for key in range(3):
+        model.allocate(key, 32 * MIB)
+    model.free(0)
+    model.free(2)
+    model.allocate(3, 64 * MIB)
     assert model.allocated == 96 * MIB and model.reserved == 160 * MIB
 
 
 def test_the_smallest_block_that_fits_is_taken():
     model = AllocatorModel()
-    model.follow(Event("allocate", key, size * MIB) for key, size in enumerate((64, 12, 32)))
-    model.follow([Event("free", 0), Event("free", 2), Event("allocate", 3, 30 * MIB)])
+    for key, size in enumerate((64, 12, 32)):
+        model.allocate(key, size * MIB)
+    model.free(0)
+    model.free(2)
+    model.allocate(3, 30 * MIB)
     model.allocate(4, 64 * MIB)  # still whole
     assert model.reserved == 108 * MIB
 
