@@ -13,6 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Its functions take the world as it is when they are first seen as the value of a parameter. Seen later, when DDP asks for it,
+# they would keep the group and its threads for good, and a thread that needs the interpreter while it ends aborts the process.
+import torch.distributed.nn.functional
+
 from wandistiller.errors import UsageError
 
 
@@ -80,7 +84,7 @@ def joined(device: torch.device, timeout_seconds: float = 600.0) -> Iterator[Ran
     yield ranks
     # Only after success: a rank that failed must not wait for the others here.
     dist.barrier()
-    gc.collect()  # whatever still refers to the group would keep its threads alive until the interpreter is gone
+    gc.collect()  # what still refers to the group, as DDP does in a circle, would keep its threads
     dist.destroy_process_group()
 
 
