@@ -136,13 +136,13 @@ def _parts(block: nn.Module, granularity: str) -> Iterator[nn.Module]:
 @contextmanager
 def _saving_to(keeper: Keeper, module: nn.Module) -> Iterator[None]:
     """Let autograd's saved tensors be kept by a keeper, weights left alone and each tensor once."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     seen: dict[tuple[Any, ...], list[Any]] = {}
 
     def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() in weights or not tensor.is_contiguous():
+        if tensor.untyped_storage()._cdata in weights or not tensor.is_contiguous():
             return tensor
-        key = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor._version)
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype, tensor._version)
         if key not in seen:
             # [kept, how many still want it, the tensor once it is back]
             seen[key] = [keeper.put(tensor), 0, None]

@@ -10,6 +10,7 @@ taken, and cut if enough is left over.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 MIB = 2**20
@@ -43,9 +44,9 @@ class AllocatorModel:
         self.allocated = self.peak_allocated = 0
         self._num_segments = 0
         self._free: dict[bool, list[tuple[tuple[int, int, int], _Block]]] = {True: [], False: []}
-        self._used: dict[int, tuple[_Block, bool]] = {}
+        self._used: dict[Hashable, tuple[_Block, bool]] = {}
 
-    def allocate(self, key: int, num_bytes: int) -> None:
+    def allocate(self, key: Hashable, num_bytes: int) -> None:
         """Take room for a tensor; nothing for an empty one."""
         if num_bytes == 0:
             return
@@ -63,7 +64,7 @@ class AllocatorModel:
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
-    def free(self, key: int) -> None:
+    def free(self, key: Hashable) -> None:
         """Give a tensor's room back; neighbours that are free become one block."""
         if key not in self._used:
             return
@@ -74,6 +75,18 @@ class AllocatorModel:
                 self._remove(neighbour, is_small)
                 block = self._joined(block, neighbour)
         self._put(block, is_small)
+
+    def size(self, key: Hashable) -> int:
+        """Return what a tensor takes, rounded as the allocator rounds."""
+        return self._used[key][0].size if key in self._used else 0
+
+    def empty_cache(self) -> None:
+        """Give whole segments that nobody uses back to the driver."""
+        for is_small, pool in self._free.items():
+            whole = [block for _, block in pool if block.before is None and block.after is None]
+            for block in whole:
+                self._remove(block, is_small)
+                self.reserved -= block.size
 
     def _take(self, size: int, is_small: bool) -> _Block | None:
         pool = self._free[is_small]

@@ -10,7 +10,7 @@ models call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,17 @@ def ledger_in_use(ledger: Ledger) -> Iterator[None]:
         _ledger, _is_keeping = before, was_keeping
 
 
+@contextmanager
+def ledger_set_aside() -> Iterator[None]:
+    """Let the computation inside neither be noted nor replayed."""
+    global _ledger
+    before, _ledger = _ledger, None
+    try:
+        yield
+    finally:
+        _ledger = before
+
+
 def install() -> None:
     """Let attention go through here; counted, so that each ``uninstall`` undoes one."""
     global _installed
@@ -80,13 +91,15 @@ def _attention(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     scale = scale if scale is not None else query.shape[-1] ** -0.5
-    result, _ = torch.ops.wandistiller.attention(query, key, value, scale)
+    result, _ = operator(query, key, value, scale)
     return result.transpose(1, 2)
 
 
-@torch.library.custom_op("wandistiller::attention", mutates_args=())
-def _attention_op(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return attention as (batch, tokens, heads, width) and the log of the softmax's sums, (batch, heads, tokens)."""
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute, note or replay attention.
+
+    Return it as (batch, tokens, heads, width), and the log of the softmax's sums, (batch, heads, tokens).
+    """
     if _ledger is not None and _ledger.is_replaying:
         return _ledger.results.pop(0)
     result, sums = _forward(query, key, value, scale)
@@ -98,19 +111,24 @@ def _attention_op(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tu
     return result, sums
 
 
+_attention_op = torch.library.custom_op("wandistiller::attention", attend, mutates_args=())
+
+
 @_attention_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), query.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
-@torch.library.custom_op("wandistiller::attention_backward", mutates_args=())
-def _attention_backward_op(
+def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _backward(gradient.transpose(1, 2), query, key, value, result.transpose(1, 2), sums, scale)
     for_query, for_key, for_value = (item.contiguous() for item in gradients)
     return for_query, for_key, for_value
+
+
+_attention_backward_op = torch.library.custom_op("wandistiller::attention_backward", attend_backward, mutates_args=())
 
 
 @_attention_backward_op.register_fake
@@ -137,6 +155,9 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor
 
 
 _attention_op.register_autograd(_differentiate, setup_context=_setup)
+
+operator: Callable[..., _Pair] = torch.ops.wandistiller.attention
+"""What computes; replaced while a step is written down (see ``tracing``)."""
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> SDPBackend:

@@ -7,6 +7,7 @@ in which they were put. Host memory is page-locked, allocated once and used agai
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,10 +68,17 @@ class HostKeeper:
 
     MIN_BYTES = 2**20
 
-    def __init__(self, device: torch.device, lane: Lane | None = None, min_bytes: int = MIN_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        lane: Lane | None = None,
+        min_bytes: int = MIN_BYTES,
+        allocate: Callable[[int, torch.device], Tensor] = allocate_host,
+    ) -> None:
         self._device = device
         self._lane = lane or lane_for(device)
         self._min_bytes = min_bytes
+        self._allocate = allocate
         self._pool: dict[int, list[Tensor]] = {}
         self._leaving: deque[tuple[int, Tensor, Ticket]] = deque()
         self._stack: list[Kept] = []
@@ -95,7 +103,7 @@ class HostKeeper:
         source = tensor.detach().contiguous()
         size = source.nbytes
         buffers = self._pool.get(size)
-        host = buffers.pop() if buffers else allocate_host(size, self._device)
+        host = buffers.pop() if buffers else self._allocate(size, self._device)
         target = host.view(source.dtype).view(source.shape)
         ticket = self._lane.start(lambda: target.copy_(source, non_blocking=True), self._lane.mark())
         self._leaving.append((self._group, source, ticket))

@@ -1,8 +1,7 @@
-"""What a model's passes would take of a card, found out without a card and without weights.
+"""Steps written down without a card and without weights.
 
-The model's own code runs on fake tensors, which have shapes and no numbers. Every tensor that is made or dies on the way is
-told to a model of PyTorch's allocator, in order, so that what comes out is not only what is in use at the worst moment but what
-the process would hold, fragments included.
+The program's own code runs on fake tensors, which have shapes and no numbers. Every tensor that is made or dies on the way, and
+every piece of work, is written onto a tape (see ``tape``).
 
 On fake tensors of the CPU attention takes a flash kernel, as it does on a card; an RMS norm, which the CPU computes in several
 steps, is put in as the one kernel that it is on a card.
@@ -10,10 +9,10 @@ steps, is put in as the one kernel that it is on a card.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,126 +21,163 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-from wandistiller.memory.activations import apply_policy
-from wandistiller.memory.allocator_model import AllocatorModel
-from wandistiller.models.stored import TRANSFORMER, build_empty
-from wandistiller.units import Bytes
+from wandistiller.memory import attention
+from wandistiller.memory.cuda_autocast import standing_in
+from wandistiller.memory.tape import BACKWARD, Kernel, Key, Place, Tape
 
-_CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A transformer and what it is given."""
-
-    config: Mapping[str, Any]
-    latent_shape: tuple[int, int, int, int]
-    """Channels, frames, height, width."""
-    batch_size: int = 1
-    text_tokens: int = 512
-    dtype: torch.dtype = torch.bfloat16
-    is_trained: bool = False
-    """Whether backward runs too, for all weights."""
-    policy: str = "none"
+START: Place = ("start", -1)
+_NO_WORK = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 
 
-@dataclass(frozen=True)
-class Traced:
-    """Bytes of a card."""
+class Recorder(TorchDispatchMode):
+    """Writes down what happens inside of the ``with`` block."""
 
-    weights: Bytes
-    allocated: Bytes
-    """In use at the worst moment."""
-    reserved: Bytes
-    """Held by the process, without what the driver takes."""
-
-
-class AllocationTrace(TorchDispatchMode):
-    """Tells an allocator's model of every tensor that is made inside of the ``with`` block, and of its end."""
-
-    def __init__(self) -> None:
+    def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
-        self.model = AllocatorModel()
-        self._keys: dict[int, int] = {}
-        self._count = 0
+        self.tape = Tape()
+        self.tape.begin(START)
+        self._keys: dict[int, Key | None] = {}
+        """Tensors alive by their storage; None for those that are not the device's, or not the step's."""
+        self._is_counting = True
+        self.fake = fake
+        self.is_open = True
+        """Whether what happens is still part of the step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self.note(leaf)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.device.type != "meta"]
+        is_new = [self._note(tensor) for tensor in outputs]
+        if (any(is_new) or (outputs and func._schema.is_mutable)) and func._schema.name not in _NO_WORK:
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.work(self._kernel(func, args, kwargs, inputs, out))
         return out
 
-    def note(self, tensor: Tensor) -> None:
-        """Count a tensor, once for all that share its memory."""
+    def work(self, kernel: Kernel) -> None:
+        """Write down a piece of work."""
+        if self._is_counting:
+            self.tape.parts[-1].work[kernel] += 1
+
+    def begin(self, place: Place) -> None:
+        """Start another part of the step."""
+        self.tape.begin(place)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Leave out what is made inside: it is in host memory, or counted apart."""
+        before, self._is_counting = self._is_counting, False
+        try:
+            yield
+        finally:
+            self._is_counting = before
+
+    def allocate_host(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Return host memory, in place of ``host.allocate_host``."""
+        with self.elsewhere():
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def _note(self, tensor: Tensor) -> bool:
+        """Write down a tensor, once for all that share its memory; say whether it is new."""
         storage = tensor.untyped_storage()
         place = storage._cdata
         if place in self._keys:
-            return
-        self._count += 1
-        self._keys[place] = self._count
-        self.model.allocate(self._count, storage.nbytes())
-        weakref.finalize(storage, self._end, place, self._count)
+            return False
+        key = self.tape.parts[-1].make(storage.nbytes()) if self._is_counting else None
+        self._keys[place] = key
+        weakref.finalize(storage, self._end, place, key)
+        return True
 
-    def _end(self, place: int, key: int) -> None:
+    def _end(self, place: int, key: Key | None) -> None:
         if self._keys.get(place) == key:
-            del self._keys[place]
-        self.model.free(key)
+            self._keys.pop(place, None)
+        if key is not None and self.is_open:
+            self.tape.end(key)
+
+    def _kernel(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any) -> Kernel:
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        num_bytes = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+        name, dtype = func._schema.name, str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
+        if name == "aten::copy_":
+            target, source = (self._keys.get(each.untyped_storage()._cdata, START) for each in inputs[:2])
+            if (target is None) != (source is None):
+                return Kernel("to_device" if source is None else "to_host", 0.0, inputs[0].nbytes, dtype)
+        if "attention" in name:
+            return attention_kernel(name, inputs, num_bytes, dtype)
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            return Kernel("matmul", float(count(*args, **kwargs, out_val=out)), num_bytes, dtype)
+        return Kernel("other", 0.0, num_bytes, dtype)
+
+
+def attention_kernel(name: str, inputs: Sequence[Tensor], num_bytes: int, dtype: str) -> Kernel:
+    """Return the work of attention, forward or backward by its operator's name."""
+    is_backward = "backward" in name
+    query, key, *_ = [each for each in inputs if each.ndim == 4][1 if is_backward else 0 :]
+    return Kernel("attention", float((10 if is_backward else 4) * math.prod(query.shape) * key.shape[-2]), num_bytes, dtype)
 
 
 @contextmanager
-def tracing() -> Iterator[AllocationTrace]:
-    """Let everything inside run on fake tensors, and count them."""
-    plain = functional.rms_norm
-    functional.rms_norm = _rms_norm
+def recording() -> Iterator[Recorder]:
+    """Let everything inside run on fake tensors, and write it down."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with standing_in(), fake, Recorder(fake) as recorder, kernels(_rms_norm, _KeptAttention.apply):
+        yield recorder
+        recorder.is_open = False
+
+
+@contextmanager
+def kernels(
+    norm: Callable[..., Tensor] = functional.rms_norm, attend: Callable[..., Any] = attention.operator
+) -> Iterator[None]:
+    """Let an RMS norm and attention that can be kept be computed by these; by default, as they are without any of this."""
+    before = functional.rms_norm, attention.operator
+    functional.rms_norm, attention.operator = norm, attend
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), AllocationTrace() as trace:
-            yield trace
+        yield
     finally:
-        functional.rms_norm = plain
+        functional.rms_norm, attention.operator = before
 
 
-def trace_transformer(workload: Workload, *, num_steps: int = 2) -> Traced:
-    """Run a transformer forward, and backward where it is trained, until its memory has settled."""
-    empty = build_empty(TRANSFORMER, workload.config, dtype=workload.dtype)
-    with tracing() as trace:
-        model = _materialise(empty)
-        weights = trace.model.allocated
-        model.requires_grad_(workload.is_trained).train(workload.is_trained)
-        if workload.policy != "none":
-            apply_policy(list(model.get_submodule("blocks").children()), workload.policy, _CPU)
-        inputs = (
-            torch.empty(workload.batch_size, *workload.latent_shape, dtype=workload.dtype),
-            torch.empty(workload.batch_size),
-            torch.empty(workload.batch_size, workload.text_tokens, workload.config["text_dim"], dtype=workload.dtype),
-        )
-        for _ in range(num_steps):
-            _step(model, inputs, is_trained=workload.is_trained)
-        found = trace.model
-        return Traced(Bytes(weights), Bytes(found.peak_allocated), Bytes(found.reserved))
+def mark_blocks(recorder: Recorder, name: str, blocks: list[nn.Module]) -> None:
+    """Let each block begin a part of the tape, in forward and in backward; what follows the last one is a part too."""
+
+    def hook(index: int, block: nn.Module) -> None:
+        def before(module: nn.Module, args: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:  # else it is computed again, in its backward
+                recorder.begin((name, index))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return
+            found = output if isinstance(output, Tensor) else output[0]
+            if found.requires_grad:
+                found.register_hook(lambda gradient: recorder.begin((BACKWARD + name, index)))
+            if index == len(blocks) - 1:
+                recorder.begin((f"end of {name}", -1))
+
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+
+    for index, block in enumerate(blocks):
+        hook(index, block)
 
 
-def _step(model: nn.Module, inputs: tuple[Tensor, ...], *, is_trained: bool) -> None:
-    with torch.set_grad_enabled(is_trained):
-        out: Tensor = model(*inputs, return_dict=False)[0]
-        if is_trained:
-            out.float().square().mean().backward()
-            model.zero_grad(set_to_none=True)
-
-
-def _materialise(model: nn.Module) -> nn.Module:
-    """Give a model on the meta device fake weights on the CPU, in the order in which they would be loaded."""
+def materialise(recorder: Recorder, model: nn.Module) -> nn.Module:
+    """Give a model on the meta device fake weights, which are not the step's own."""
     made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
-                module._parameters[name] = made[id(parameter)]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    with recorder.elsewhere():
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        values = torch.empty(parameter.shape, dtype=parameter.dtype)
+                        made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = made[id(parameter)]
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return model
 
 
@@ -153,13 +189,30 @@ class _RmsNorm(torch.autograd.Function):
         rows = torch.empty((*values.shape[:-1], 1), dtype=torch.float32)
         ctx.has_weight = weight is not None
         ctx.save_for_backward(values, *([weight] if weight is not None else []), rows)
-        return torch.empty_like(values)
+        return torch.neg(values)  # any kernel that reads and writes once
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         values, *rest = ctx.saved_tensors
         weight = torch.empty_like(rest[0]) if ctx.has_weight and ctx.needs_input_grad[1] else None
-        return torch.empty_like(values), weight
+        return torch.mul(values, gradients[0]), weight
+
+
+class _KeptAttention(torch.autograd.Function):
+    """Attention that can be kept, in Python all the way: an operator would hide what it notes and replays."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        result, sums = attention.attend(query, key, value, scale)
+        ctx.save_for_backward(query, key, value, result, sums)
+        ctx.mark_non_differentiable(sums)
+        ctx.scale = scale
+        return result, sums
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, result, sums = ctx.saved_tensors
+        return (*attention.attend_backward(gradients[0], query, key, value, result, sums, ctx.scale), None)
 
 
 def _rms_norm(values: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -1,0 +1,117 @@
+"""What one step does to a device's memory, and the work in it: written down for a few blocks, played back for many.
+
+A model of Wan's kind is the same block many times over, so six blocks tell of forty: one in the middle stands for all
+there, forward and backward. Played back, every tensor of every block is told to a model of the allocator in its order, so
+the answer is the one that the whole model would have given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+Place = tuple[str, int]
+"""A part of a step: its name, and which block it belongs to; -1 for what happens once."""
+Key = tuple[Place, int]
+"""A tensor: where it was made, and its number there."""
+
+Translate = Callable[[Key], list[Key]]
+"""From a tensor on the tape to those that it stands for."""
+
+NUM_BLOCKS = 6
+"""Blocks to write down: two at each end, which are special or deal with one that is, and two that are like all others."""
+_MIDDLE = {False: 3, True: 2}
+"""The one that stands for those in the middle, in forward and in backward: it comes after another of its kind."""
+BACKWARD = "backward of "
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One piece of work on the device."""
+
+    kind: str
+    """matmul, attention, other; or to_host, to_device for a copy over the bus."""
+    flops: float
+    num_bytes: int
+    """Read and written."""
+    dtype: str = ""
+
+
+@dataclass
+class Part:
+    """A part of a step: what is taken and given back, in order, and the work."""
+
+    place: Place
+    events: list[tuple[Key, int]] = field(default_factory=list)
+    """A tensor and its bytes; -1 for its end."""
+    work: Counter[Kernel] = field(default_factory=Counter)
+    num_made: int = 0
+
+    def make(self, num_bytes: int) -> Key:
+        """Write down a new tensor."""
+        key = (self.place, self.num_made)
+        self.num_made += 1
+        self.events.append((key, num_bytes))
+        return key
+
+
+@dataclass
+class Tape:
+    """The parts of a step in their order."""
+
+    parts: list[Part] = field(default_factory=list)
+
+    def begin(self, place: Place) -> Part:
+        """Start another part."""
+        self.parts.append(Part(place))
+        return self.parts[-1]
+
+    def end(self, key: Key) -> None:
+        """Write down that a tensor is gone."""
+        self.parts[-1].events.append((key, -1))
+
+    def played(self, num_blocks: Mapping[str, int]) -> Iterator[tuple[Part, Translate]]:
+        """Yield the parts of a step of models with so many blocks, each with a translation of its tensors' keys.
+
+        ``num_blocks`` has the models that were written down with ``NUM_BLOCKS`` blocks, by the name of their parts.
+        """
+        for part in self.parts:
+            name, block = part.place
+            model = name.removeprefix(BACKWARD)
+            if model not in num_blocks or block < 0:
+                yield part, _translation(0, "", num_blocks)
+                continue
+            extra = num_blocks[model] - NUM_BLOCKS
+            middle = _MIDDLE[name.startswith(BACKWARD)]
+            if block == middle:
+                shifts = range(extra, -1, -1) if name.startswith(BACKWARD) else range(extra + 1)
+            else:
+                shifts = range(extra, extra + 1) if block > middle else range(1)
+            for shift in shifts:
+                yield part, _translation(shift, model, num_blocks)
+
+    def work(self, num_blocks: Mapping[str, int]) -> Counter[Kernel]:
+        """Return all work of such a step."""
+        total: Counter[Kernel] = Counter()
+        for part, _ in self.played(num_blocks):
+            total.update(part.work)
+        return total
+
+
+def _translation(shift: int, model: str, num_blocks: Mapping[str, int]) -> Translate:
+    """Return how a part that is played ``shift`` blocks later names its tensors and those of its neighbours."""
+
+    def translate(key: Key) -> list[Key]:
+        (name, block), number = key
+        owner = name.removeprefix(BACKWARD)
+        if block < 0 or owner not in num_blocks:
+            return [key]
+        if owner == model:
+            return [((name, block + shift), number)]
+        # Named where no block is: what the one in the middle stands for is meant too.
+        extra, middle = num_blocks[owner] - NUM_BLOCKS, _MIDDLE[name.startswith(BACKWARD)]
+        shifts = range(extra + 1) if block == middle else (extra,) if block > middle else (0,)
+        return [((name, block + each), number) for each in shifts]
+
+    return translate
