@@ -23,6 +23,7 @@ from wandistiller.config.doctor import DoctorConfig
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.export import ExportConfig
 from wandistiller.config.lpips import LpipsConfig
+from wandistiller.config.plan import PlanConfig, PlanRequest
 from wandistiller.config.presets import find_preset
 from wandistiller.config.report import ReportConfig
 from wandistiller.config.sample import SampleConfig
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from wandistiller.checkpoint.export import Exported
     from wandistiller.data.encode import Encoded
     from wandistiller.doctor import Diagnosis
+    from wandistiller.plan.run import Planned
     from wandistiller.report.report import Reported
     from wandistiller.sample.sampler import Sample
     from wandistiller.train.distill_run import Distilled
@@ -413,6 +415,29 @@ def doctor(config: DoctorConfig | None = None, **fields: Any) -> Diagnosis:
     config = _config(DoctorConfig, config, fields)
     with advising("doctor", config):
         return run_doctor(config)
+
+
+def plan(request: PlanRequest | CommandConfig, **options: Any) -> Planned:
+    """Print what a command would take on a machine; give its configuration, and fields of a ``PlanConfig``."""
+    from wandistiller.plan.run import run_plan
+
+    if not isinstance(request, PlanRequest):
+        command = next((name for name, kind in _PLANNED.items() if isinstance(request, kind)), None)
+        if command is None:
+            raise UsageError(f"A {type(request).__name__} cannot be planned.", fix=f"Plan {', '.join(_PLANNED)}.")
+        given = {field.name for field in dataclasses.fields(request) if getattr(request, field.name) != field.default}
+        planning = _config(PlanConfig, None, options)
+        request = PlanRequest(command=command, job=request, given=frozenset(given), options=planning)
+    with advising(request.command, request.job):
+        return run_plan(request)
+
+
+_PLANNED: dict[str, type[CommandConfig]] = {
+    "distill": DistillConfig,
+    "train": TrainConfig,
+    "train-vae": TrainVaeConfig,
+    "sample": SampleConfig,
+}
 
 
 def _config(config_class: type[ConfigT], config: ConfigT | None, fields: dict[str, Any]) -> ConfigT:

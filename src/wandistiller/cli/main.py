@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.cli.arguments import parse_flags
+from wandistiller.cli.plan_arguments import parse_plan
 from wandistiller.config.command import CommandConfig
 from wandistiller.config.presets import find_preset
 from wandistiller.config.toml_file import read_config
@@ -44,6 +45,7 @@ COMMANDS: dict[str, Command] = {
     "encode": Command("encode:EncodeConfig", "write the caches of text embeddings and latents that training reads"),
     "sample": Command("sample:SampleConfig", "generate pictures and clips from a checkpoint"),
     "report": Command("report:ReportConfig", "write one page about a run: teacher and student side by side, marks, curves"),
+    "plan": Command("plan:PlanConfig", "say what a command takes on a machine, in gigabytes and seconds, before it runs"),
     "export": Command("export:ExportConfig", "write a checkpoint in another format, and prove it equal"),
     "doctor": Command("doctor:DoctorConfig", "check this machine: devices, precisions, memory, buses, disk"),
 }
@@ -88,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(name: str, flags: Sequence[str]) -> Any:
     """Return the command's configuration: defaults, then the file of ``--config``, then flags."""
+    if name == "plan":
+        return parse_plan(flags, parse)
     config_class = COMMANDS[name].config_class()
     flags = _fill_optional_values(flags)
     path, preset = _value_of("--config", flags), _value_of("--preset", flags)

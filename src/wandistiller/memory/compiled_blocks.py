@@ -197,7 +197,8 @@ class _Playback:
         if step.is_extern:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             target: Any = node.target
-            return Kernel("matmul", float(flop_registry[target.overloadpacket](*args, **kwargs, out_val=val)), num_bytes, dtype)
+            kind = "convolution" if "convolution" in name else "matmul"
+            return Kernel(kind, float(flop_registry[target.overloadpacket](*args, **kwargs, out_val=val)), num_bytes, dtype)
         return Kernel("other", 0.0, num_bytes, dtype)
 
 

@@ -47,6 +47,15 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return list(unique.values())
 
 
+def travelling(block: nn.Module, *, train: bool) -> list[tuple[str, Tensor]]:
+    """Return those of a block's tensors that are streamed; ``train`` says that whole blocks are trained.
+
+    In a block that is frozen but for a few parameters, those are adapters: small, and an optimiser's on the device.
+    """
+    has_adapters = not train and not all(parameter.requires_grad for parameter in block.parameters())
+    return [item for item in named_tensors(block) if not (has_adapters and item[1].requires_grad)]
+
+
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> BlockLayout:
     """Place tensors one behind the other."""
     members, offset = [], 0

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory.block_store import QuantisedStore
 from wandistiller.memory.host import HostBudget
-from wandistiller.memory.layout import BlockLayout, align, lay_out, named_tensors
+from wandistiller.memory.layout import BlockLayout, align, lay_out, named_tensors, travelling
 from wandistiller.memory.monitor import device_memory
 from wandistiller.memory.shared_host import ranks_here, share
 from wandistiller.memory.streaming import BlockStream, ReadTensor, bind, spread_evenly, stream_blocks
@@ -174,7 +174,7 @@ class Streamed(Placement):
     """Most that may be page-locked; the rest stays pageable and copies slower."""
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
-        plan = _StreamPlan(subject, self.num_slots, self._resident, self.quantise)
+        plan = StreamPlan(subject, self.num_slots, self._resident, self.quantise, self.train)
         host = sum(_pages(plan.stored_bytes(layout)) for layout in plan.layouts)
         locked = host if device.type == "cuda" else 0
         if self.max_page_locked is not None:
@@ -213,7 +213,7 @@ class FromDisk(Placement):
     resident: int = 0
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
-        plan = _StreamPlan(subject, self.num_slots, self.resident, quantise=False)
+        plan = StreamPlan(subject, self.num_slots, self.resident, quantise=False)
         buffers = 4 * _pages(max((layout.num_bytes for layout in plan.layouts), default=0))
         locked = buffers if device.type == "cuda" else 0
         return Footprint(
@@ -249,20 +249,25 @@ def _keep_up(stream: BlockStream, placed: Placed) -> str:
     return f"{added} of {len(stream.blocks)} blocks stay on {stream.device}, because the bus is slower than the computation"
 
 
-class _StreamPlan:
+class StreamPlan:
     """The layouts that streaming would make, from shapes alone."""
 
-    def __init__(self, subject: Subject, num_slots: int, resident: int, quantise: bool) -> None:
+    def __init__(self, subject: Subject, num_slots: int, resident: int, quantise: bool, train: bool = False) -> None:
         kept = spread_evenly(len(subject.blocks), resident)
         streamed = [block for index, block in enumerate(subject.blocks) if index not in kept]
-        self.layouts: list[BlockLayout] = [lay_out(named_tensors(block)) for block in streamed]
+        self.layouts: list[BlockLayout] = [lay_out(travelling(block, train=train)) for block in streamed]
         self._quantise = quantise
         inside = {id(member.tensor) for layout in self.layouts for member in layout.members}
-        outside = _total([item for item in named_tensors(subject.model) if id(item[1]) not in inside])
+        self.outside = [_size(tensor) for _, tensor in named_tensors(subject.model) if id(tensor) not in inside]
+        """Bytes of the tensors that stay on the device, resident blocks included."""
         largest = max((layout.num_bytes for layout in self.layouts), default=0)
         arriving = max((self.stored_bytes(layout) for layout in self.layouts), default=0)
-        slots = min(num_slots, max(len(streamed), 1))
-        self.device_bytes = outside + slots * arriving + (largest if quantise else 0)
+        self.slots = [arriving] * min(num_slots, max(len(streamed), 1)) + ([largest] if quantise else [])
+        """Bytes of what blocks arrive in, and of what they are unpacked into."""
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.outside) + sum(self.slots)
 
     def stored_bytes(self, layout: BlockLayout) -> int:
         """Return what a block takes where it lives."""
@@ -322,7 +327,11 @@ def _main_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _total(tensors: Sequence[tuple[str, Tensor]]) -> int:
-    return sum(tensor.numel() * tensor.dtype.itemsize for _, tensor in tensors)
+    return sum(_size(tensor) for _, tensor in tensors)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _pages(num_bytes: int) -> int:

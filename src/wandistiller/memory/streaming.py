@@ -29,7 +29,7 @@ from wandistiller.memory.disk_store import DiskStore
 from wandistiller.memory.gradients import GradientTaker, HostGradients
 from wandistiller.memory.host import HostBudget
 from wandistiller.memory.lanes import Lane, Ticket, lane_for
-from wandistiller.memory.layout import BlockLayout, Member, lay_out, named_tensors
+from wandistiller.memory.layout import BlockLayout, Member, lay_out, named_tensors, travelling
 from wandistiller.models.weight_files import Entry
 
 ReadTensor = Callable[[str], Tensor]
@@ -327,13 +327,7 @@ def stream_blocks(
     stream.blocks = streamed
     taken: set[int] = set()
     for block in streamed:
-        # In a block that is frozen but for a few parameters, those are adapters: small, and an optimiser's on the device.
-        has_adapters = not train and not all(parameter.requires_grad for parameter in block.parameters())
-        tensors = [
-            (name, tensor)
-            for name, tensor in named_tensors(block)
-            if id(tensor) not in taken and not (has_adapters and tensor.requires_grad)
-        ]
+        tensors = [(name, tensor) for name, tensor in travelling(block, train=train) if id(tensor) not in taken]
         taken |= {id(tensor) for _, tensor in tensors}
         layout = lay_out(tensors)
         if quantise:  # what is packed comes first

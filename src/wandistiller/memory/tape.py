@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Place = tuple[str, int]
 """A part of a step: its name, and which block it belongs to; -1 for what happens once."""
@@ -31,7 +31,7 @@ class Kernel:
     """One piece of work on the device."""
 
     kind: str
-    """matmul, attention, other; or to_host, to_device for a copy over the bus."""
+    """matmul, convolution, attention, other; or to_host, to_device for a copy over the bus."""
     flops: float
     num_bytes: int
     """Read and written."""
@@ -90,6 +90,23 @@ class Tape:
                 shifts = range(extra, extra + 1) if block > middle else range(1)
             for shift in shifts:
                 yield part, _translation(shift, model, num_blocks)
+
+    def with_leaving_gradients(self, model: str) -> Tape:
+        """Return the tape of a step in which the gradients of a model's blocks leave the device.
+
+        A block's are gone at the end of the next block's backward: by then they have been copied to the host.
+        """
+        ended = {key for part in self.parts for key, num_bytes in part.events if num_bytes < 0}
+        name = BACKWARD + model
+        parts = []
+        leaving: list[Key] = []
+        for part in self.parts:
+            events = list(part.events)
+            if part.place[0] == name:
+                events += [(key, -1) for key in leaving]
+                leaving = [key for key, num_bytes in part.events if num_bytes >= 0 and key not in ended]
+            parts.append(replace(part, events=events))
+        return Tape(parts)
 
     def work(self, num_blocks: Mapping[str, int]) -> Counter[Kernel]:
         """Return all work of such a step."""

@@ -107,7 +107,8 @@ class Recorder(TorchDispatchMode):
             return attention_kernel(name, inputs, num_bytes, dtype)
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            return Kernel("matmul", float(count(*args, **kwargs, out_val=out)), num_bytes, dtype)
+            kind = "convolution" if "convolution" in name else "matmul"
+            return Kernel(kind, float(count(*args, **kwargs, out_val=out)), num_bytes, dtype)
         return Kernel("other", 0.0, num_bytes, dtype)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -14,13 +14,35 @@ from torch import Tensor, nn
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.compiled_blocks import stand_in_for_compiled
 from wandistiller.memory.kept import HostKeeper
-from wandistiller.memory.layout import lay_out, named_tensors
+from wandistiller.memory.layout import lay_out, travelling
 from wandistiller.memory.tape import NUM_BLOCKS, Tape
 from wandistiller.memory.tracing import Recorder, mark_blocks, materialise, recording
 from wandistiller.models.stored import TRANSFORMER, build_empty
 
 _CPU = torch.device("cpu")
 Trains = Literal["nothing", "adapters", "everything"]
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA adapters: their rank, and the ends of the names of the layers that get them."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+    def add_to(self, model: nn.Module) -> None:
+        """Add them in float32 to a model on the meta device."""
+        from peft import LoraConfig
+
+        with torch.device("meta"):
+            model.add_adapter(LoraConfig(r=self.rank, target_modules=list(self.targets)))
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.data = parameter.data.float()
+
+
+_tapes: dict[Hashable, Tape] = {}
+_models: dict[Hashable, nn.Module] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +59,8 @@ class Use:
     dtype: torch.dtype = torch.bfloat16
     """Of the weights and of what they are given."""
     trains: Trains = "nothing"
-    adapt: Callable[[nn.Module], None] = field(default=lambda model: None)
-    """Adds adapters to a model on the meta device."""
+    adapters: Adapters | None = None
+    """What is trained beside frozen weights."""
     precision: str = "no"
     """no, bf16, fp16: what is computed in 16 bits."""
     policy: str = "none"
@@ -50,7 +72,10 @@ class Use:
     @cached_property
     def model(self) -> nn.Module:
         """The whole model on the meta device."""
-        return self._build(self.config["num_layers"])
+        key = (self._architecture, self.num_blocks, self.dtype, self.trains, self.adapters)
+        if key not in _models:
+            _models[key] = self._build(self.num_blocks)
+        return _models[key]
 
     @property
     def num_blocks(self) -> int:
@@ -71,18 +96,32 @@ class Use:
     @property
     def block_bytes(self) -> list[int]:
         """What each block takes as one flat run of bytes."""
-        return [lay_out(named_tensors(block)).num_bytes for block in self.model.get_submodule("blocks").children()]
+        trains = self.trains == "everything"
+        return [lay_out(travelling(block, train=trains)).num_bytes for block in self.model.get_submodule("blocks").children()]
 
     def _build(self, num_layers: int) -> nn.Module:
         model = build_empty(TRANSFORMER, {**self.config, "num_layers": num_layers}, dtype=self.dtype)
         model.requires_grad_(self.trains == "everything").train(self.trains != "nothing")
-        if self.trains == "adapters":
-            self.adapt(model)
+        if self.adapters is not None:
+            self.adapters.add_to(model)
         return model
+
+    @property
+    def _architecture(self) -> Hashable:
+        return tuple((name, str(value)) for name, value in sorted(self.config.items()) if name != "num_layers")
 
     @cached_property
     def tape(self) -> Tape:
-        """A step: forward, and backward where something is trained."""
+        """A step: forward, and backward where something is trained; written down once for all uses that are alike."""
+        about = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("config", "is_streamed"):
+            del about[name]
+        key = (self._architecture, min(self.num_blocks, NUM_BLOCKS), *about.values())
+        if key not in _tapes:
+            _tapes[key] = self._record()
+        return _tapes[key]
+
+    def _record(self) -> Tape:
         num_layers = min(self.num_blocks, NUM_BLOCKS)
         empty = self._build(num_layers)
         with recording() as recorder:
@@ -95,14 +134,18 @@ class Use:
             if self.policy != "none" or self.to_host:
                 keeper = HostKeeper(_CPU, allocate=recorder.allocate_host) if self.to_host else None
                 policy = apply_policy(blocks, self.policy, _CPU, keeper=keeper)
-            if self.is_streamed and self.trains == "everything":
-                _let_gradients_leave(blocks)
             try:
                 self._step(recorder, model)
             finally:
                 if policy is not None:
                     policy.detach()
         return recorder.tape
+
+    @cached_property
+    def placed_tape(self) -> Tape:
+        """The step with the weights where they live."""
+        leaves = self.is_streamed and self.trains == "everything"
+        return self.tape.with_leaving_gradients(self.name) if leaves else self.tape
 
     @property
     def repeats(self) -> dict[str, int]:
@@ -135,19 +178,3 @@ class Use:
 
 
 _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def _let_gradients_leave(blocks: list[nn.Module]) -> None:
-    """Drop a block's gradients when the next block's arrive: by then they have been copied to the host."""
-    leaving: list[tuple[int, Tensor]] = []
-
-    def leave(parameter: Tensor, index: int) -> None:
-        while leaving and leaving[0][0] != index:
-            leaving.pop(0)
-        assert parameter.grad is not None
-        leaving.append((index, parameter.grad))
-        parameter.grad = None
-
-    for index, block in enumerate(blocks):
-        for parameter in block.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda each, index=index: leave(each, index))

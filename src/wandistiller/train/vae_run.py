@@ -111,7 +111,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
     run = Run.over(job.samples.buckets, config, job.device, job.precision, ranks, monitor)
     method = VaeTraining(
         vae,
-        _weights(config),
+        VaeWeights.of(config),
         critic=critic,
         perceptual=perceptual,
         reduced_min_sizes=config.reduced_min_sizes,
@@ -190,20 +190,6 @@ def _critic_advice(job: _Job) -> Advice:
     return Advice(
         why="the critic learns too fast, its gradient penalty is too weak, 16 bits ran over, or a sample is broken.",
         fix=f"Resume from the last state with {', '.join(changes[:-1])} or {changes[-1]}; look at these samples.",
-    )
-
-
-def _weights(config: TrainVaeConfig) -> VaeWeights:
-    return VaeWeights(
-        high_frequency=config.high_frequency_weight,
-        kl_beta=config.kl_beta,
-        kl_warmup_steps=config.kl_warmup_steps,
-        kl_free_bits=config.kl_free_bits,
-        perceptual=config.lambda_lpips,
-        adversarial=config.lambda_adv,
-        adversarial_start=config.gan_start,
-        r1_gamma=config.r1_gamma,
-        r1_interval=config.r1_interval,
     )
 
 

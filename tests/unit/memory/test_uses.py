@@ -39,7 +39,7 @@ def played(use):
     else:
         scene.hold("student", "weights", [each.nbytes for each in use.model.parameters()])
     for _ in range(2):
-        step = scene.play(use.tape, use.repeats)
+        step = scene.play(use.placed_tape, use.repeats)
         scene.drop(step)
     return step, scene
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.models.critic import PatchCritic
@@ -47,6 +48,21 @@ class VaeWeights:
     """Scale the critic's word by the gradients at the last layer, so that it is as loud as the reconstruction."""
     r1_gamma: float = 5.0
     r1_interval: int = 16
+
+    @classmethod
+    def of(cls, config: TrainVaeConfig) -> VaeWeights:
+        """Return what a configuration asks for."""
+        return cls(
+            high_frequency=config.high_frequency_weight,
+            kl_beta=config.kl_beta,
+            kl_warmup_steps=config.kl_warmup_steps,
+            kl_free_bits=config.kl_free_bits,
+            perceptual=config.lambda_lpips,
+            adversarial=config.lambda_adv,
+            adversarial_start=config.gan_start,
+            r1_gamma=config.r1_gamma,
+            r1_interval=config.r1_interval,
+        )
 
 
 class VaeTraining:

@@ -1,0 +1,80 @@
+"""How long a step takes, from the work on its tape and what a machine can do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from wandistiller.memory.hardware import Card, Hardware
+from wandistiller.memory.tape import BACKWARD, Kernel, Tape
+
+COMPILED_LAUNCHES = 1.5
+"""A kernel of compiled code takes the host longer to start than one of plain code: guards and wrappers."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of a step in its two halves."""
+
+    forward: float
+    backward: float
+    to_host: float = 0.0
+    """Copies over the bus beside the computation, each way."""
+    to_device: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return max(self.forward + self.backward, self.to_host, self.to_device)
+
+
+def step_seconds(tape: Tape, num_blocks: dict[str, int], hardware: Hardware, *, is_compiled: bool = False) -> Seconds:
+    """Return the time of a step with all weights where they are computed with."""
+    halves: tuple[Counter[Kernel], Counter[Kernel]] = (Counter(), Counter())
+    is_backward = False
+    for part, _ in tape.played(num_blocks):
+        is_backward = is_backward or part.place[0].startswith(BACKWARD)
+        halves[is_backward].update(part.work)
+    launches = COMPILED_LAUNCHES if is_compiled else 1.0
+    forward, backward = (_seconds(work, hardware, launches) for work in halves)
+    both = halves[0] + halves[1]
+    to_host, to_device = (
+        sum(kernel.num_bytes * count for kernel, count in both.items() if kernel.kind == kind) / hardware.bus_rate
+        for kind in ("to_host", "to_device")
+    )
+    return Seconds(forward, backward, to_host, to_device)
+
+
+def _seconds(work: Counter[Kernel], hardware: Hardware, launches: float) -> float:
+    """The device computes while the host launches: the slower of the two counts."""
+    card = hardware.card
+    if card is None:
+        return sum(max(kernel.flops / hardware.host_flops, kernel.num_bytes / 1e10) * n for kernel, n in work.items())
+    on_device = sum(_on(card, kernel) * count for kernel, count in work.items())
+    on_host = sum(count for kernel, count in work.items()) * card.launch_seconds * launches
+    return max(on_device, on_host)
+
+
+def _on(card: Card, kernel: Kernel) -> float:
+    if kernel.kind in ("to_host", "to_device"):
+        return 0.0
+    moved = kernel.num_bytes / card.bandwidth
+    if kernel.kind == "attention":
+        return max(kernel.flops / card.attention, moved)
+    if kernel.kind == "matmul":
+        return max(kernel.flops / card.matmul.get(kernel.dtype, card.matmul["float32"]), moved)
+    if kernel.kind == "convolution":
+        short = kernel.dtype in ("bfloat16", "float16")
+        return max(kernel.flops / (card.matmul["bfloat16"] / 2 if short else card.matmul["convolution"]), moved)
+    return moved
+
+
+def streamed(seconds: Seconds, block_bytes: int, rate: float, *, is_trained: bool = False) -> float:
+    """Return the time of a step whose blocks come over a bus or from a disk, in each direction of the pass.
+
+    Copies run beside the computation, so the slower of the two counts. Of trained blocks the gradients leave at the same time,
+    the other way.
+    """
+    copy = block_bytes / rate
+    forward = max(seconds.forward, copy)
+    backward = max(seconds.backward, copy) if seconds.backward else 0.0
+    return max(forward + backward, seconds.to_host, seconds.to_device)

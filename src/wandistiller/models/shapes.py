@@ -1,0 +1,87 @@
+"""A pipeline by its configurations alone: of files that are here, or of a named size that nobody has downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from wandistiller.errors import CheckpointError, UsageError, nearest
+from wandistiller.models.pipeline import find_pipeline
+from wandistiller.models.sizes import SIZES, Size, usual_size
+from wandistiller.models.stored import TRANSFORMER, VAE, inspect_checkpoint
+
+Config = Mapping[str, Any]
+_UMT5_XXL: Config = {
+    "d_model": 4096,
+    "d_ff": 10240,
+    "d_kv": 64,
+    "num_heads": 64,
+    "num_layers": 24,
+    "vocab_size": 256384,
+    "feed_forward_proj": "gated-gelu",
+    "model_type": "umt5",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The parts of a pipeline, without their weights."""
+
+    source: str
+    transformers: Sequence[Config]
+    vae: Config
+    text_encoder: Config | None
+    size: Size
+    """What such models are usually sampled with."""
+
+    @property
+    def width(self) -> int:
+        return self.size.width
+
+    def text_encoder_model(self) -> nn.Module | None:
+        """Return the text encoder on the meta device."""
+        if self.text_encoder is None:
+            return None
+        import torch
+        from transformers import UMT5Config, UMT5EncoderModel
+
+        with torch.device("meta"):
+            found: nn.Module = UMT5EncoderModel(UMT5Config(**self.text_encoder))
+        return found.requires_grad_(False)
+
+
+def find_shapes(source: str) -> Shapes:
+    """Return the shapes of a named size or of a pipeline; of its files only the headers are read."""
+    if source in SIZES and not Path(source).exists() and not source.startswith("tiny"):
+        size = SIZES[source]
+        count = 1 if size.boundary is None else 2
+        return Shapes(source=source, transformers=[size.transformer] * count, vae=size.vae, text_encoder=_UMT5_XXL, size=size)
+    try:
+        pipeline = find_pipeline(source, ("transformer", "transformer_2", "vae", "text_encoder"))
+    except (CheckpointError, UsageError) as error:
+        if nearest(source, SIZES) and "/" not in source:
+            raise UsageError(
+                f"There is no model and no size '{source}'{nearest(source, SIZES)}",
+                fix=f"Give a folder, a hub id, or one of {', '.join(SIZES)}.",
+            ) from error
+        raise
+    names = [name for name in ("transformer", "transformer_2") if name in pipeline.parts]
+    vae = inspect_checkpoint(pipeline.part("vae"), VAE).config
+    encoder = pipeline.parts.get("text_encoder")
+    return Shapes(
+        source=source,
+        transformers=[inspect_checkpoint(pipeline.part(name), TRANSFORMER).config for name in names],
+        vae=vae,
+        text_encoder=_read_config(encoder) if encoder is not None else None,
+        size=usual_size(vae),
+    )
+
+
+def _read_config(folder: Path) -> Config:
+    found: Config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,44 @@
+"""The job of ``wandistiller plan``: make the plan, print it, write it, prove it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wandistiller.config.plan import PlanRequest
+from wandistiller.config.toml_file import write_config
+from wandistiller.errors import UsageError
+from wandistiller.files import check_can_write
+from wandistiller.plan.planner import Plan, make_plan
+from wandistiller.plan.show import as_json, show
+from wandistiller.terminal import say
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what the command ends with: 1 if nothing fits."""
+
+    plan: Plan
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.plan.best is not None else 1
+
+
+def run_plan(request: PlanRequest) -> Planned:
+    """Do the whole job."""
+    request.check()
+    options = request.options
+    if options.write is not None:
+        check_can_write(options.write)
+    plan = make_plan(request)
+    if options.json:
+        print(as_json(plan, top=options.top))
+    else:
+        show(plan, top=options.top)
+    if options.write is not None:
+        if plan.best_job is None:
+            raise UsageError("There is no plan to write: nothing fits.", fix="Take a smaller model, or a larger machine.")
+        write_config(options.write, plan.best_job, request.command)
+        if not options.json:
+            say(f"Wrote {options.write}; run it with: wandistiller {request.command} --config {options.write}")
+    return Planned(plan)

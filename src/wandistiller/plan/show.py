@@ -1,0 +1,156 @@
+"""A plan as tables for people, or as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from wandistiller.memory.estimates import Estimate, Phase, by_kind
+from wandistiller.memory.hardware import Hardware
+from wandistiller.plan.planner import Option, Plan
+from wandistiller.units import Bytes
+
+
+def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
+    """Print what the job takes as it was asked for, what fits best, and why the others do not."""
+    console = console or Console()
+    console.print(f"Planning {escape(plan.request.command)} for {describe(plan.hardware)}", highlight=False)
+    shown = plan.best or plan.asked
+    console.print(_phases(shown.estimate, _title(plan, shown)))
+    if shown.estimate.disk:
+        kinds = ", ".join(f"{item.role} {item.kind} {item.size}" for item in shown.estimate.disk)
+        console.print(f"On disk: {kinds}", highlight=False)
+    if plan.fitting:
+        console.print(_ranking(plan, top))
+    for reason in _reasons(plan, top):
+        console.print(reason, highlight=False)
+    if plan.command is not None:
+        console.print("Run:")
+        console.print(f"  {plan.command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def describe(hardware: Hardware) -> str:
+    """Return a machine in words."""
+    if hardware.card is None:
+        return f"the CPU alone, with {hardware.host_memory} of memory"
+    count = f"{hardware.num_cards} x " if hardware.num_cards > 1 else ""
+    nodes = f", {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
+    known = "" if hardware.card.is_measured else ", speed by its published figures"
+    return (
+        f"{count}{hardware.card.name} ({hardware.room} for tensors{known}), {hardware.host_memory} of host memory, "
+        f"bus {hardware.bus_rate / 1e9:.0f} GB/s{nodes}"
+    )
+
+
+def as_json(plan: Plan, *, top: int) -> str:
+    """Return a plan for programs; bytes are numbers."""
+    content: dict[str, Any] = {
+        "command": plan.request.command,
+        "hardware": {
+            "card": None if plan.hardware.card is None else plan.hardware.card.name,
+            "room": int(plan.hardware.room),
+            "host_memory": int(plan.hardware.host_memory),
+            "bus_rate": plan.hardware.bus_rate,
+        },
+        "asked": _option(plan.asked),
+        "fits": plan.best is not None,
+        "plans": [_option(each) for each in plan.fitting[:top]],
+        "losers": [{"changes": dict(each.changes), "why": list(each.lacks)} for each in plan.losers],
+        "run": plan.command,
+    }
+    return json.dumps(content, indent=1)
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time in few digits."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def _title(plan: Plan, shown: Option) -> str:
+    if plan.best is None:
+        return "As asked for, which does not fit"
+    return "As asked for" if not shown.changes else f"With {_flags(shown)}"
+
+
+def _phases(estimate: Estimate, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name, justify in (("phase", "left"), ("what", "left"), ("card", "right"), ("host", "right"), ("page-locked", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for phase in estimate.phases:
+        for number, ((role, kind), sizes) in enumerate(_rows(phase).items()):
+            what = f"{role} {kind}".strip()
+            cells = [str(Bytes(sizes[where])) if sizes.get(where) else "" for where in ("device", "host", "page-locked")]
+            table.add_row(phase.name if number == 0 else "", what, *cells)
+        held = f"in use {phase.peak}, [bold]reserved {phase.reserved}[/bold]"
+        table.add_row("", f"[bold]at most[/bold], {seconds_text(phase.seconds)} a step", held, end_section=True)
+    return table
+
+
+def _rows(phase: Phase) -> dict[tuple[str, str], dict[str, int]]:
+    rows: dict[tuple[str, str], dict[str, int]] = {}
+    for (role, kind, where), size in by_kind(phase.items).items():
+        rows.setdefault((role, kind), {})[where] = size
+    return rows
+
+
+def _ranking(plan: Plan, top: int) -> Table:
+    table = Table(title="What fits, the fastest first", title_justify="left")
+    for name in ("step", "card", "host", "flags"):
+        table.add_column(name, justify="left" if name == "flags" else "right")
+    for each in plan.fitting[:top]:
+        flags = escape(_flags(each)) or "as asked for"
+        table.add_row(seconds_text(each.seconds), str(each.estimate.device), str(each.estimate.host), flags)
+    return table
+
+
+def _reasons(plan: Plan, top: int) -> list[str]:
+    lost = [plan.asked] if not plan.asked.fits else []
+    found = [f"As asked for it {'; '.join(each.lacks)}." for each in lost]
+    found += [f"{_flags(each)}: {'; '.join(each.lacks)}" for each in plan.losers[:top]]
+    if len(plan.losers) > top:
+        found.append(f"... and {len(plan.losers) - top} more that do not fit")
+    if plan.best is None:
+        found.append("Nothing fits. Take a smaller model, picture or clip, a card with more memory, or more host memory.")
+    return [escape(text) for text in found]
+
+
+def _flags(option: Option) -> str:
+    words = []
+    for name, value in option.changes.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words.append(f"{flag} {value}")
+    return " ".join(words)
+
+
+def _option(option: Option) -> dict[str, Any]:
+    return {
+        "changes": dict(option.changes),
+        "fits": option.fits,
+        "why_not": list(option.lacks),
+        "seconds_per_step": option.seconds,
+        "device": int(option.estimate.device),
+        "host": int(option.estimate.host),
+        "page_locked": int(option.estimate.page_locked),
+        "phases": [
+            {
+                "name": phase.name,
+                "allocated": int(phase.peak),
+                "reserved": int(phase.reserved),
+                "seconds": phase.seconds,
+                "items": [
+                    {"role": item.role, "kind": item.kind, "where": item.where, "bytes": int(item.size)} for item in phase.items
+                ],
+            }
+            for phase in option.estimate.phases
+        ],
+        "disk": [{"role": item.role, "kind": item.kind, "bytes": int(item.size)} for item in option.estimate.disk],
+    }

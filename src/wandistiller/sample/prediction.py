@@ -1,0 +1,71 @@
+"""What a sampling will take, from its configuration and the models' shapes: no weights, no card."""
+
+from __future__ import annotations
+
+import torch
+
+from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
+from wandistiller.memory.estimates import Estimate, Phase, Placing, Stage, forward_seconds
+from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.other_uses import decode_phase, text_phase
+from wandistiller.memory.uses import Use
+from wandistiller.models.devices import DTYPES
+from wandistiller.models.latents import latent_shape
+from wandistiller.models.shapes import Shapes
+
+
+def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
+    """Return what ``sample`` takes."""
+    dtype = _dtype(config.dtype, hardware)
+    size = shapes.size
+    is_picture = config.output.suffix.lower() in PICTURE_SUFFIXES
+    frames = config.frames or (1 if is_picture else size.frames)
+    latents = latent_shape(shapes.vae, (frames, config.height or size.height, config.width or size.width))
+    name = "gpu" if config.placement_name == "auto" else config.placement_name
+    resident = 0 if config.resident == "auto" or name != "offload" else int(config.resident)
+    placing = Placing(name=name, resident=resident, eight_bit=config.eight_bit)
+    phases: list[Phase] = []
+    encoder = shapes.text_encoder_model() if config.cond is None else None
+    if encoder is not None:
+        streams = {"gpu": False, "offload": True, "disk": True}.get(name)
+        phases.append(text_phase(encoder, hardware, dtype, is_streamed=streams))
+    scale = config.cfg_scale if config.cfg_scale is not None else size.guidance
+    phases.append(_denoising(config, shapes, latents, dtype, placing, hardware, passes=1 if scale == 1 else 2))
+    if config.wants_pixels:
+        vae_dtype = dtype if config.vae_dtype == "auto" else DTYPES[config.vae_dtype]
+        phases.append(decode_phase(shapes.vae, latents, vae_dtype, hardware, is_tiled=config.vae_tiling))
+    return Estimate(phases=tuple(phases))
+
+
+def _denoising(
+    config: SampleConfig,
+    shapes: Shapes,
+    latents: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    placing: Placing,
+    hardware: Hardware,
+    passes: int,
+) -> Phase:
+    transformer = shapes.transformers[0]
+    use = Use(
+        name="transformer",
+        config=transformer,
+        latent_shape=(transformer["in_channels"], *latents[1:]),
+        batch_size=config.batch_size,
+        dtype=dtype,
+        is_streamed=placing.is_streamed,
+    )
+    stage = Stage("denoising", hardware)
+    stage.place(use, placing)
+    # The solver holds noise, latents and a few velocities, in float32.
+    stage.scene.hold("", "latents", [4 * config.batch_size * torch.Size(latents).numel()] * 6)
+    if placing.name != "cpu":
+        for _ in range(2):
+            stage.scene.drop(stage.play(use))
+    return stage.finished(passes * forward_seconds(use, placing, hardware), config.steps)
+
+
+def _dtype(name: str, hardware: Hardware) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    return torch.bfloat16 if hardware.card is not None else torch.float32
