@@ -1,0 +1,79 @@
+"""Cards by name, and times against what was measured on a card."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from wandistiller.errors import UsageError
+from wandistiller.memory.durations import step_seconds, streamed
+from wandistiller.memory.hardware import CARDS, H200, Hardware, described, find_card
+from wandistiller.memory.uses import Use
+from wandistiller.models.sizes import SIZES
+from wandistiller.units import Bytes
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+HERE = Hardware(card=H200, host_memory=Bytes(2**37), bus_rate=55.4e9)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("rtx4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H200", "h200"),
+        ("A100-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB", "a100-80gb"),
+    ],
+)
+def test_a_card_is_known_however_it_is_written(said, meant):
+    assert find_card(said) is CARDS[meant]
+
+
+def test_an_unknown_card_is_refused_with_the_nearest():
+    with pytest.raises(UsageError, match="rtx4090"):
+        find_card("rtx4091")
+
+
+def test_what_is_said_counts():
+    found = described(card="rtx3090", gpu=Bytes(2**33), num_cards=2, host_memory=Bytes(2**36), bus_rate=1e10)
+    assert found.card is not None and found.card.memory == 2**33 and found.card.attention == CARDS["rtx3090"].attention
+    assert (found.num_cards, found.host_memory, found.bus_rate) == (2, 2**36, 1e10)
+    assert described(num_cards=0, host_memory=Bytes(2**36)).card is None
+
+
+@pytest.mark.parametrize(
+    ("file", "what", "way", "size", "latents", "changes"),
+    [
+        ("streaming-5b", "wan2.2-5b video, 27,280 tokens", "resident", "wan2.2-5b", (31, 44, 80, 1), {}),
+        ("streaming-5b", "wan2.2-5b one image", "resident", "wan2.2-5b", (1, 44, 80, 1), {}),
+        ("streaming-5b", "wan2.2-5b 8 images", "resident, compiled", "wan2.2-5b", (1, 44, 80, 8), {"is_compiled": True}),
+        ("streaming-14b", "wan2.1-14b 8 images", "resident", "wan2.1-14b", (1, 60, 104, 8), {}),
+        (
+            "activations",
+            "wan2.2-5b video, 27,280 tokens",
+            "diffusers checkpointing, eager",
+            "wan2.2-5b",
+            (31, 44, 80, 1),
+            {"trains": "everything", "policy": "full"},
+        ),
+    ],
+)
+def test_a_step_takes_as_long_as_was_measured(file, what, way, size, latents, changes):
+    rows = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+    row = next(row for row in rows if row["what"] == what and row["way"] == way)
+    config = SIZES[size].transformer
+    *shape, batch = latents
+    use = Use(name="student", config=config, latent_shape=(config["in_channels"], *shape), batch_size=batch, **changes)
+    found = step_seconds(use.tape, use.repeats, HERE, is_compiled=use.is_compiled)
+    assert found.total == pytest.approx(row["seconds"], rel=0.05)
+
+
+def test_a_streamed_image_is_bound_by_the_bus():
+    use = Use(name="student", config=SIZES["wan2.2-5b"].transformer, latent_shape=(48, 1, 44, 80))
+    seconds = step_seconds(use.tape, use.repeats, HERE)
+    assert streamed(seconds, sum(use.block_bytes), HERE.bus_rate) == pytest.approx(sum(use.block_bytes) / 55.4e9)
+    rows = json.loads((RESULTS / "streaming-5b.json").read_text())["rows"]
+    row = next(row for row in rows if row["what"] == "wan2.2-5b one image" and row["way"] == "wandistiller, 2 slots")
+    assert streamed(seconds, sum(use.block_bytes), HERE.bus_rate) == pytest.approx(row["seconds"], rel=0.05)

@@ -1,0 +1,135 @@
+"""The planner: what the user gives is kept, what fits is ranked by time, and every figure has a second derivation."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from wandistiller.cli.main import main, parse
+from wandistiller.config.plan import PlanConfig, PlanRequest, parse_rate
+from wandistiller.config.sample import SampleConfig
+from wandistiller.config.toml_file import read_config
+from wandistiller.config.train import TrainConfig
+from wandistiller.errors import UsageError
+from wandistiller.memory.estimates import margin
+from wandistiller.memory.hardware import described
+from wandistiller.models.shapes import find_shapes
+from wandistiller.models.sizes import SIZES
+from wandistiller.models.stored import TRANSFORMER, build_empty
+from wandistiller.plan.candidates import candidates
+from wandistiller.plan.planner import make_plan
+from wandistiller.train.prediction import predict_train
+from wandistiller.units import Bytes
+
+TRAIN = ["train", "--model", "wan2.1-1.3b", "--frames", "1", "--width", "256", "--height", "256"]
+MACHINE = ["--card", "rtx4090", "--ram", "64GiB"]
+
+
+def plan_of(*flags):
+    return make_plan(parse("plan", [*flags, *MACHINE]))
+
+
+@pytest.fixture(scope="module")
+def lora():
+    return plan_of(*TRAIN, "--lora-rank", "4", "--batch-size", "4")
+
+
+def test_the_fastest_that_fits_is_first(lora):
+    assert [each.seconds for each in lora.fitting] == sorted(each.seconds for each in lora.fitting)
+    assert all(each.fits for each in lora.fitting) and not any(each.fits for each in lora.losers)
+
+
+def test_what_is_given_is_kept():
+    plan = plan_of(*TRAIN, "--gradient-checkpointing", "--placement", "offload", "--weights-dtype", "bfloat16")
+    for each in (*plan.fitting, *plan.losers):
+        assert not each.changes.keys() & {"placement", "activation_policy", "gradient_checkpointing", "weights_dtype"}
+
+
+def test_a_batch_that_does_not_fit_becomes_smaller_ones():
+    """A step still trains on the same samples."""
+    job = TrainConfig(
+        model="wan2.1-1.3b", dataset_path="world:9:17x256x256", batch_size=8, lora_rank=4, weights_dtype="bfloat16"
+    )
+    given = frozenset({"activation_policy", "activations_to_host", "placement", "weights_dtype"})
+    shapes, hardware = find_shapes("wan2.1-1.3b"), described(card="rtx4090", host_memory=Bytes(2**36))
+    least, most = (predict_train(replace(job, batch_size=size), shapes, hardware).device for size in (2, 8))
+    room = Bytes(least + margin(least) + 550 * 2**20 + (most - least) // 20)
+    options = PlanConfig(card="rtx4090", gpu=f"{room // 2**20}MiB", ram="64GiB")
+    plan = make_plan(PlanRequest(command="train", job=job, given=given, options=options))
+    assert plan.best is not None and plan.best.changes == {"batch_size": 2, "gradient_accumulation": 4}
+
+
+@pytest.mark.parametrize("gpu", ["3GiB", "200GiB"])
+def test_more_memory_never_makes_it_slower(lora, gpu):
+    plan = make_plan(parse("plan", [*TRAIN, "--lora-rank", "4", "--batch-size", "4", "--card", "rtx4090", "--gpu", gpu]))
+    best, other = lora.best, plan.best
+    assert best is not None
+    if gpu == "200GiB":
+        assert other is not None and other.seconds <= best.seconds
+    else:
+        assert other is None or other.seconds >= best.seconds
+        assert plan.losers or plan.asked.lacks
+
+
+def test_weights_are_counted_exactly():
+    """Of a full fine-tune in float32: weights, gradients, and two moments, to the allocator's rounding."""
+    plan = plan_of(*TRAIN, "--weights-dtype", "float32", "--placement", "gpu", "--optimizer", "adamw", "--rounding", "masters")
+    whole = sum(each.numel() for each in build_empty(TRANSFORMER, SIZES["wan2.1-1.3b"].transformer).parameters()) * 4
+    training = plan.asked.estimate.phases[-1]
+    found = {item.kind: item.size for item in training.items if item.role == "student" and item.where == "device"}
+    assert found["weights"] == pytest.approx(whole, rel=1e-3)
+    assert found["gradients"] == pytest.approx(whole, rel=1e-3)
+    assert found["optimiser"] == pytest.approx(2 * whole, rel=1e-2)
+
+
+def test_json_tells_the_same(capsys, lora):
+    assert main(["plan", *TRAIN, "--lora-rank", "4", "--batch-size", "4", *MACHINE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["plans"][0]["device"] == lora.best.estimate.device
+    assert found["run"] == lora.command
+    phases = found["plans"][0]["phases"]
+    assert [phase["name"] for phase in phases] == ["encoding text", "encoding media", "training"]
+
+
+def test_the_plan_can_be_run_from_its_file(tmp_path, capsys, lora):
+    file = tmp_path / "run.toml"
+    assert main(["plan", *TRAIN, "--lora-rank", "4", "--batch-size", "4", *MACHINE, "--write", str(file)]) == 0
+    config = read_config(file, TrainConfig, "train", ("train",))
+    assert {name: getattr(config, name) for name in lora.best.changes} == lora.best.changes
+    assert "What fits" in capsys.readouterr().out
+
+
+def test_nothing_fits(capsys):
+    assert main(["plan", *TRAIN, "--gpu", "100MiB", "--ram", "64GiB"]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["plan", "trian"], "There is no plan for 'trian'"),
+        (["plan", "train", "--model", "wan2.1-1.4b"], "wan2.1-1.3b"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--card", "rtx4091"], "rtx4090"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "much"], "'much' is not a size"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "25GB/h"], "is not a rate"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--write", "plan.txt"], "no TOML file"),
+        (["plan", "sample"], "nothing to sample from"),
+    ],
+)
+def test_wrong_input_exits_with_2(flags, message, capsys):
+    assert main(flags) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_candidates_are_valid_and_differ():
+    job = SampleConfig(model="wan2.1-1.3b", prompt=("a",), output=Path("a.mp4"))
+    found = list(candidates("sample", job, frozenset()))
+    assert found[0] == {} and len(found) > 5
+    assert all(found.count(each) == 1 for each in found)
+
+
+def test_rates():
+    assert parse_rate("25GB/s") == 25e9 and parse_rate("1GiB") == 2**30
+    with pytest.raises(UsageError):
+        parse_rate("fast")
