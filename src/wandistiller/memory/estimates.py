@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from wandistiller.memory.durations import Seconds, step_seconds, streamed
 from wandistiller.memory.hardware import Hardware
@@ -26,6 +27,8 @@ _HOST_STATE = 12
 """Bytes a weight that an optimiser in host memory keeps: a float32 copy and two moments."""
 _HOST_TRAFFIC = 34
 """Bytes a weight that its update reads and writes."""
+_UPDATE_TRAFFIC = 28
+"""The same on the device: weight, gradient and two moments, read or written, in float32."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Phase:
     seconds: float = 0.0
     """Of one step."""
     num_steps: int = 1
+    work: Any = None
+    """What is done, for whoever wants to try it."""
 
     def total(self, where: Where) -> Bytes:
         return sum((item.size for item in self.items if item.where == where), Bytes(0))
@@ -206,59 +211,100 @@ def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardw
     return streamed(seconds, int(moved), rate)
 
 
-def training_phase(
-    name: str,
-    student: Use,
-    placing: Placing,
-    optimiser: OptimiserChoice,
-    hardware: Hardware,
-    *,
-    averages: bool = False,
-    accumulation: int = 1,
-    teacher: tuple[Use, Placing] | None = None,
-    teacher_passes: int = 1,
-    num_steps: int = 1,
-) -> Phase:
-    """Return a phase in which a student is trained, perhaps while a teacher is asked about each batch."""
-    student = student.changed(is_streamed=placing.is_streamed)
-    least = least_kept(student)
-    if hardware.card is not None and least > 2 * hardware.card.memory:  # hopeless, and long to work out
-        kept = Item(student.name, "kept activations", "device", least)
-        return Phase(name=name, items=(kept,), peak=least, reserved=least, seconds=float("inf"), num_steps=num_steps)
-    stage = Stage(name, hardware)
-    scene = stage.scene
-    stage.place(student, placing)
-    if teacher is not None:
-        stage.place(*teacher)
-    blocks = {id(each) for each in student.model.get_submodule("blocks").parameters()}
-    on_host = placing.is_streamed and student.trains == "everything"
-    stepped = [each for each in student.trained if not (on_host and id(each) in blocks)]
-    scene.hold(student.name, "optimiser", optimiser.masters(stepped))
-    if averages:
-        scene.hold(student.name, "average", [4 * each.numel() for each in student.trained])
-    scene.hold("", "batch", _batch_bytes(student))
-    if student.to_host:
-        stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
-    for step in range(2):
-        if teacher is not None and teacher[1].name != "cpu":
-            for _ in range(teacher_passes):
-                scene.drop(stage.play(teacher[0]))
-        played = stage.play(student)
-        scene.hold(student.name, "step", [*optimiser.gradients(stepped), *optimiser.scratch(stepped)])
-        scene.drop(played)
-        if step == 0:
-            scene.hold(student.name, "optimiser", optimiser.state(stepped))
-        scene.let_go(student.name, "step")
-    seconds = step_seconds(student.tape, student.repeats, hardware, is_compiled=student.is_compiled)
-    time = placed_seconds(seconds, student, placing, hardware) * accumulation
-    count = sum(each.numel() for each in student.trained)
-    if on_host:
-        time = max(time, count * _HOST_TRAFFIC / hardware.host_rate)
-    elif hardware.card is not None:
-        time += count * 28 / hardware.card.bandwidth
-    if teacher is not None:
-        time += teacher_passes * accumulation * forward_seconds(*teacher, hardware)
-    return stage.finished(time, num_steps)
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A student that is trained, perhaps while a teacher is asked about each batch."""
+
+    student: Use
+    placing: Placing = field(default_factory=Placing)
+    optimiser: OptimiserChoice = field(default_factory=OptimiserChoice)
+    averages: bool = False
+    accumulation: int = 1
+    teacher: Use | None = None
+    teacher_placing: Placing = field(default_factory=Placing)
+    teacher_passes: int = 1
+
+    def phase(self, hardware: Hardware, *, name: str = "training", num_steps: int = 1) -> Phase:
+        """Return what it takes."""
+        least = least_kept(self.student)
+        if hardware.card is not None and least > 2 * hardware.card.memory:  # hopeless, and long to work out
+            kept = Item(self.student.name, "kept activations", "device", least)
+            return Phase(name=name, items=(kept,), peak=least, reserved=least, seconds=float("inf"), num_steps=num_steps)
+        stage = Stage(name, hardware)
+        student = self.student.changed(is_streamed=self.placing.is_streamed)
+        stage.place(student, self.placing)
+        if self.teacher is not None:
+            stage.place(self.teacher, self.teacher_placing)
+        scene, stepped = stage.scene, self._stepped
+        scene.hold(student.name, "optimiser", self.optimiser.masters(stepped))
+        if self.averages:
+            scene.hold(student.name, "average", [4 * each.numel() for each in student.trained])
+        scene.hold("", "batch", _batch_bytes(student))
+        if student.to_host:
+            stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
+        for step in range(2):
+            if self.teacher is not None and self.teacher_placing.name != "cpu":
+                for _ in range(self.teacher_passes):
+                    scene.drop(stage.play(self.teacher))
+            played = stage.play(student)
+            scene.hold(student.name, "step", [*self.optimiser.gradients(stepped), *self.optimiser.scratch(stepped)])
+            scene.drop(played)
+            if step == 0:
+                scene.hold(student.name, "optimiser", self.optimiser.state(stepped))
+            scene.let_go(student.name, "step")
+        return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the time of a step."""
+        student = self.student
+        seconds = step_seconds(student.tape, student.repeats, hardware, is_compiled=student.is_compiled)
+        time = placed_seconds(seconds, student, self.placing, hardware) * self.accumulation
+        count = sum(each.numel() for each in student.trained)
+        if self.is_on_host:
+            time = max(time, count * _HOST_TRAFFIC / hardware.host_rate)
+        elif hardware.card is not None:
+            time += count * _UPDATE_TRAFFIC / hardware.card.bandwidth
+        if self.teacher is not None:
+            time += self.teacher_passes * self.accumulation * forward_seconds(self.teacher, self.teacher_placing, hardware)
+        return time
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the blocks' optimiser is in host memory."""
+        return self.placing.is_streamed and self.student.trains == "everything"
+
+    @property
+    def _stepped(self) -> list[nn.Parameter]:
+        """Return what an optimiser on the device changes."""
+        blocks = {id(each) for each in self.student.model.get_submodule("blocks").parameters()}
+        return [each for each in self.student.trained if not (self.is_on_host and id(each) in blocks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """A frozen transformer that is called again and again."""
+
+    use: Use
+    placing: Placing = field(default_factory=Placing)
+    passes: int = 1
+    """Calls a step: two with guidance."""
+    held: tuple[int, ...] = ()
+    """Bytes of what is held beside it: latents, velocities."""
+
+    def phase(self, hardware: Hardware, *, name: str, num_steps: int = 1) -> Phase:
+        """Return what it takes."""
+        stage = Stage(name, hardware)
+        use = self.use.changed(is_streamed=self.placing.is_streamed)
+        stage.place(use, self.placing)
+        stage.scene.hold("", "latents", self.held)
+        if self.placing.name != "cpu":
+            for _ in range(2):
+                stage.scene.drop(stage.play(use))
+        return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the time of a step."""
+        return self.passes * forward_seconds(self.use, self.placing, hardware)
 
 
 def least_kept(use: Use) -> Bytes:

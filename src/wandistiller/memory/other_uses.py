@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,19 +45,34 @@ def text_phase(encoder: nn.Module, hardware: Hardware, dtype: torch.dtype, *, is
     return stage.finished(sum(sizes) / (hardware.bus_rate if is_streamed else 1e12))
 
 
-def decode_phase(
-    config: Mapping[str, Any], latent_shape: tuple[int, ...], dtype: torch.dtype, hardware: Hardware, *, is_tiled: bool = False
-) -> Phase:
-    """Return the phase in which latents become pixels."""
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Latents that become pixels."""
 
-    def decode(vae: Any) -> None:
-        latents = torch.empty(1, *latent_shape, dtype=dtype)
-        if is_tiled:
+    config: Mapping[str, Any]
+    latent_shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_tiled: bool = False
+
+    def run(self, vae: Any, latents: Tensor) -> None:
+        """Decode one sample."""
+        if self.is_tiled:
             decode_tiled(vae, latents)
         else:
             vae.decode(latents, return_dict=False)
 
-    return _vae_phase("decoding", config, latent_shape, dtype, decode, hardware, is_tiled=is_tiled)
+    def phase(self, hardware: Hardware) -> Phase:
+        """Return what it takes."""
+        found = _vae_phase(
+            "decoding",
+            self.config,
+            self.latent_shape,
+            self.dtype,
+            lambda vae: self.run(vae, torch.empty(1, *self.latent_shape, dtype=self.dtype)),
+            hardware,
+            is_tiled=self.is_tiled,
+        )
+        return replace(found, work=self)
 
 
 def encode_phase(config: Mapping[str, Any], pixel_shape: tuple[int, ...], dtype: torch.dtype, hardware: Hardware) -> Phase:

@@ -74,7 +74,7 @@ class Use:
         """The whole model on the meta device."""
         key = (self._architecture, self.num_blocks, self.dtype, self.trains, self.adapters)
         if key not in _models:
-            _models[key] = self._build(self.num_blocks)
+            _models[key] = self.build(self.num_blocks)
         return _models[key]
 
     @property
@@ -99,7 +99,8 @@ class Use:
         trains = self.trains == "everything"
         return [lay_out(travelling(block, train=trains)).num_bytes for block in self.model.get_submodule("blocks").children()]
 
-    def _build(self, num_layers: int) -> nn.Module:
+    def build(self, num_layers: int) -> nn.Module:
+        """Return the model on the meta device with so many blocks."""
         model = build_empty(TRANSFORMER, {**self.config, "num_layers": num_layers}, dtype=self.dtype)
         model.requires_grad_(self.trains == "everything").train(self.trains != "nothing")
         if self.adapters is not None:
@@ -123,7 +124,7 @@ class Use:
 
     def _record(self) -> Tape:
         num_layers = min(self.num_blocks, NUM_BLOCKS)
-        empty = self._build(num_layers)
+        empty = self.build(num_layers)
         with recording() as recorder:
             model = materialise(recorder, empty)
             blocks = list(model.get_submodule("blocks").children())

@@ -10,18 +10,20 @@ from wandistiller.errors import UsageError
 from wandistiller.files import check_can_write
 from wandistiller.plan.planner import Plan, make_plan
 from wandistiller.plan.show import as_json, show
+from wandistiller.plan.verify import Comparison, check_can_verify, show_comparisons, verify
 from wandistiller.terminal import say
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what the command ends with: 1 if nothing fits."""
+    """A plan, and what the command ends with: 1 if nothing fits, or if more was held than was predicted."""
 
     plan: Plan
+    comparisons: tuple[Comparison, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        return 0 if self.plan.best is not None else 1
+        return 0 if self.plan.best is not None and all(each.is_within for each in self.comparisons) else 1
 
 
 def run_plan(request: PlanRequest) -> Planned:
@@ -30,6 +32,8 @@ def run_plan(request: PlanRequest) -> Planned:
     options = request.options
     if options.write is not None:
         check_can_write(options.write)
+    if options.verify:
+        check_can_verify()
     plan = make_plan(request)
     if options.json:
         print(as_json(plan, top=options.top))
@@ -41,4 +45,9 @@ def run_plan(request: PlanRequest) -> Planned:
         write_config(options.write, plan.best_job, request.command)
         if not options.json:
             say(f"Wrote {options.write}; run it with: wandistiller {request.command} --config {options.write}")
-    return Planned(plan)
+    if not options.verify:
+        return Planned(plan)
+    comparisons = verify(plan)
+    if not options.json:
+        show_comparisons(comparisons)
+    return Planned(plan, tuple(comparisons))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
-from wandistiller.memory.estimates import Estimate, Phase, Placing, Stage, forward_seconds
+from wandistiller.memory.estimates import Estimate, Passes, Phase, Placing
 from wandistiller.memory.hardware import Hardware
-from wandistiller.memory.other_uses import decode_phase, text_phase
+from wandistiller.memory.other_uses import Decoding, text_phase
 from wandistiller.memory.uses import Use
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import latent_shape
@@ -33,7 +33,8 @@ def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
     phases.append(_denoising(config, shapes, latents, dtype, placing, hardware, passes=1 if scale == 1 else 2))
     if config.wants_pixels:
         vae_dtype = dtype if config.vae_dtype == "auto" else DTYPES[config.vae_dtype]
-        phases.append(decode_phase(shapes.vae, latents, vae_dtype, hardware, is_tiled=config.vae_tiling))
+        decoding = Decoding(config=shapes.vae, latent_shape=latents, dtype=vae_dtype, is_tiled=config.vae_tiling)
+        phases.append(decoding.phase(hardware))
     return Estimate(phases=tuple(phases))
 
 
@@ -53,16 +54,11 @@ def _denoising(
         latent_shape=(transformer["in_channels"], *latents[1:]),
         batch_size=config.batch_size,
         dtype=dtype,
-        is_streamed=placing.is_streamed,
     )
-    stage = Stage("denoising", hardware)
-    stage.place(use, placing)
     # The solver holds noise, latents and a few velocities, in float32.
-    stage.scene.hold("", "latents", [4 * config.batch_size * torch.Size(latents).numel()] * 6)
-    if placing.name != "cpu":
-        for _ in range(2):
-            stage.scene.drop(stage.play(use))
-    return stage.finished(passes * forward_seconds(use, placing, hardware), config.steps)
+    held = (4 * config.batch_size * torch.Size(latents).numel(),) * 6
+    work = Passes(use=use, placing=placing, passes=passes, held=held)
+    return work.phase(hardware, name="denoising", num_steps=config.steps)
 
 
 def _dtype(name: str, hardware: Hardware) -> torch.dtype:

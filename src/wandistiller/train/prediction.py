@@ -9,7 +9,7 @@ import torch
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
-from wandistiller.memory.estimates import Estimate, Item, Phase, Placing, Stage, forward_seconds, training_phase
+from wandistiller.memory.estimates import Estimate, Item, Passes, Phase, Placing, Training
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.other_uses import encode_phase, text_phase
@@ -50,16 +50,14 @@ def predict_train(config: TrainConfig, shapes: Shapes, hardware: Hardware) -> Es
         to_host=config.activations_to_host,
         is_compiled=config.torch_compile,
     )
-    training = training_phase(
-        "training",
-        student,
-        Placing(name=config.placement, resident=0 if config.resident == "auto" else int(config.resident)),
-        OptimiserChoice(config.optimizer_name, config.rounding),
-        hardware,
+    work = Training(
+        student=student,
+        placing=Placing(name=config.placement, resident=0 if config.resident == "auto" else int(config.resident)),
+        optimiser=OptimiserChoice(config.optimizer_name, config.rounding),
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
-        num_steps=config.num_steps or 1000,
     )
+    training = work.phase(hardware, num_steps=config.num_steps or 1000)
     count = sum(each.numel() for each in student.trained)
     disk = (Item("student", "states", "disk", _state_bytes(count, config)), Item("student", "result", "disk", Bytes(4 * count)))
     return Estimate(phases=(*encoding_phases(config, shapes, hardware), training), disk=disk)
@@ -101,34 +99,24 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
     passes = 2 if config.guidance_scale > 1 else 1
     phases = [*encoding_phases(config, shapes, hardware)]
     if config.is_stored:
-        phases.append(_asking_phase(config, teacher, placing, passes, hardware))
-    training = training_phase(
-        "training",
-        student,
-        Placing(),
-        OptimiserChoice(config.optimizer_name),
-        hardware,
+        asking = Passes(use=teacher, placing=placing, passes=passes)
+        phases.append(asking.phase(hardware, name="asking the teacher", num_steps=config.rollout_steps))
+    work = Training(
+        student=student,
+        optimiser=OptimiserChoice(config.optimizer_name),
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
-        teacher=None if config.is_stored else (teacher, placing),
+        teacher=None if config.is_stored else teacher,
+        teacher_placing=placing,
         teacher_passes=passes,
-        num_steps=config.num_steps or 1000,
     )
+    training = work.phase(hardware, num_steps=config.num_steps or 1000)
     count = plan.num_parameters()
     disk = [Item("student", "states", "disk", _state_bytes(count, config)), Item("student", "result", "disk", Bytes(4 * count))]
     if config.is_stored:
         records = (config.num_prompts or 1) * config.rollouts_per_prompt * config.rollout_steps
         disk.append(Item("teacher", "records", "disk", Bytes(8 * records * torch.Size(latents).numel())))
     return Estimate(phases=(*phases, training), disk=tuple(disk))
-
-
-def _asking_phase(config: DistillConfig, teacher: Use, placing: Placing, passes: int, hardware: Hardware) -> Phase:
-    stage = Stage("asking the teacher", hardware)
-    stage.place(teacher, placing)
-    if placing.name != "cpu":
-        for _ in range(2):
-            stage.scene.drop(stage.play(teacher))
-    return stage.finished(passes * forward_seconds(teacher, placing, hardware), config.rollout_steps)
 
 
 def encoding_phases(config: TransformerTrainingConfig, shapes: Shapes, hardware: Hardware) -> list[Phase]:

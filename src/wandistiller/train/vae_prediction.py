@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.loader import Batch
 from wandistiller.memory.durations import step_seconds
-from wandistiller.memory.estimates import Estimate, Item, Stage
+from wandistiller.memory.estimates import Estimate, Item, Phase, Stage
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.tape import BACKWARD, Tape
-from wandistiller.memory.tracing import Recorder, materialise, recording
+from wandistiller.memory.tracing import materialise, recording
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.critic import PatchCritic
 from wandistiller.models.lpips import Lpips
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.stored import VAE, build_empty
 from wandistiller.models.vae_passes import VaePass
-from wandistiller.train.method import Role, Turn
+from wandistiller.train.method import Role
 from wandistiller.train.methods.vae import VaeTraining, VaeWeights
 from wandistiller.train.optimisation import MixedPrecision, autocast
 from wandistiller.units import Bytes
@@ -29,27 +35,92 @@ _CPU = torch.device("cpu")
 
 def predict_train_vae(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train-vae`` takes."""
-    vae = VaePass(build_empty(VAE, shapes.vae).requires_grad_(True).train())
-    with torch.device("meta"):
-        critic = PatchCritic(base_width=config.critic_width) if config.gan_training else None
-        perceptual = Lpips(checkpointing=config.lpips_checkpointing) if config.use_lpips else None
-    stage = Stage("training", hardware)
-    optimiser, roles = OptimiserChoice(), {"vae": vae, "critic": critic, "perceptual": perceptual}
-    for name, model in roles.items():
-        if model is not None:
-            stage.scene.hold(name, "weights", [tensor.nbytes for _, tensor in named_tensors(model)])
-    tape = _record(config, vae, critic, perceptual, pixel_shape(config, shapes), precision_of(config, hardware))
-    trained = {"vae": list(vae.parameters()), "critic": list(critic.parameters()) if critic is not None else []}
-    for name, parameters in trained.items():
-        stage.scene.hold(name, "optimiser", optimiser.state(parameters))
-    if config.use_ema:
-        stage.scene.hold("vae", "average", [each.nbytes for each in trained["vae"]])
-    for _ in range(2):
-        stage.scene.drop(stage.play_tape("vae", tape))
-    count = sum(each.numel() for parameters in trained.values() for each in parameters)
-    seconds = step_seconds(tape, {}, hardware).total * config.gradient_accumulation
+    work = VaeStep(config=config, vae=shapes.vae, shape=pixel_shape(config, shapes), precision=precision_of(config, hardware))
+    count = sum(each.numel() for parameters in work.trained(work.build()).values() for each in parameters)
     disk = (Item("vae", "states", "disk", Bytes(config.keep * 12 * count)),)
-    return Estimate(phases=(stage.finished(seconds, config.num_steps or 1000),), disk=disk)
+    return Estimate(phases=(work.phase(hardware, num_steps=config.num_steps or 1000),), disk=disk)
+
+
+Models = dict[str, nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaeStep:
+    """A step of a VAE's training, with critic, gradient penalty and perceptual loss where they are asked for."""
+
+    config: TrainVaeConfig
+    vae: Mapping[str, Any]
+    shape: tuple[int, int, int]
+    """Frames, height, width."""
+    precision: MixedPrecision
+
+    def build(self) -> Models:
+        """Return the models on the meta device."""
+        config = self.config
+        found: Models = {"vae": VaePass(build_empty(VAE, self.vae).requires_grad_(True).train())}
+        with torch.device("meta"):
+            if config.gan_training:
+                found["critic"] = PatchCritic(base_width=config.critic_width)
+            if config.use_lpips:
+                found["perceptual"] = Lpips(checkpointing=config.lpips_checkpointing)
+        if config.vae_gradient_checkpointing:
+            checkpoint_vae(found["vae"].vae)
+        return found
+
+    def trained(self, models: Models) -> dict[str, list[nn.Parameter]]:
+        """Return what optimisers change, by role."""
+        return {name: list(models[name].parameters()) for name in ("vae", "critic") if name in models}
+
+    def method(self, models: Models) -> VaeTraining:
+        """Return the training of these models."""
+        return VaeTraining(
+            Role("vae", models["vae"], is_trained=True),
+            VaeWeights.of(self.config),
+            critic=Role("critic", models["critic"], is_trained=True) if "critic" in models else None,
+            perceptual=models.get("perceptual"),
+            reduced_min_sizes=self.config.reduced_min_sizes,
+        )
+
+    def batch(self, pixels: Tensor) -> Batch:
+        """Return a batch of a step in which everything happens, the gradient penalty too."""
+        config = self.config
+        step = -(-config.gan_start // config.r1_interval) * config.r1_interval
+        seeds = torch.arange(len(pixels))
+        return Batch({"pixels": pixels, "seed": seeds}, ("",) * len(pixels), 0, 0, step)
+
+    def phase(self, hardware: Hardware, *, num_steps: int = 1) -> Phase:
+        """Return what it takes."""
+        stage, models, optimiser = Stage("training", hardware), self.build(), OptimiserChoice()
+        for name, model in models.items():
+            stage.scene.hold(name, "weights", [tensor.nbytes for _, tensor in named_tensors(model)])
+        for name, parameters in self.trained(models).items():
+            stage.scene.hold(name, "optimiser", optimiser.state(parameters))
+        if self.config.use_ema:
+            stage.scene.hold("vae", "average", [each.nbytes for each in models["vae"].parameters()])
+        pixels = 4 * self.config.batch_size * 3 * math.prod(self.shape)
+        stage.scene.hold("", "batch", [pixels])
+        tape = self._record(models)
+        for _ in range(2):
+            stage.scene.drop(stage.play_tape("vae", tape))
+        seconds = step_seconds(tape, {}, hardware).total * self.config.gradient_accumulation
+        return replace(stage.finished(seconds, num_steps), work=self)
+
+    def _record(self, models: Models) -> Tape:
+        seeds = torch.arange(self.config.batch_size)  # real numbers, which the method reads
+        with recording() as recorder:
+            for model in models.values():
+                materialise(recorder, model)
+            with recorder.elsewhere():
+                batch = self.batch(torch.empty(self.config.batch_size, 3, *self.shape))
+            batch.tensors["seed"] = seeds
+            method = self.method(models)
+            for turn in method.turns:
+                with autocast(self.precision, _CPU):
+                    losses = turn.losses(batch)
+                recorder.begin((BACKWARD + turn.role, -1))
+                losses.total.backward()
+                method.roles[turn.role].model.zero_grad(set_to_none=True)
+        return recorder.tape
 
 
 def pixel_shape(config: TrainVaeConfig, shapes: Shapes) -> tuple[int, int, int]:
@@ -68,43 +139,3 @@ def precision_of(config: TrainVaeConfig, hardware: Hardware) -> MixedPrecision:
     if config.mixed_precision != "auto":
         return config.mixed_precision
     return "bf16" if hardware.card is not None else "no"
-
-
-def _record(
-    config: TrainVaeConfig,
-    vae: VaePass,
-    critic: PatchCritic | None,
-    perceptual: Lpips | None,
-    shape: tuple[int, int, int],
-    precision: MixedPrecision,
-) -> Tape:
-    """Write down one whole step, with the gradient penalty where there is one."""
-    if config.vae_gradient_checkpointing:
-        checkpoint_vae(vae.vae)
-    seeds = torch.arange(config.batch_size)  # real numbers, which the method reads
-    step = -(-config.gan_start // config.r1_interval) * config.r1_interval
-    with recording() as recorder:
-        for model in (vae, critic, perceptual):
-            if model is not None:
-                materialise(recorder, model)
-        with recorder.elsewhere():
-            pixels = torch.empty(config.batch_size, 3, *shape)
-        batch = Batch({"pixels": pixels, "seed": seeds}, ("",) * config.batch_size, 0, 0, step)
-        method = VaeTraining(
-            Role("vae", vae, is_trained=True),
-            VaeWeights.of(config),
-            critic=None if critic is None else Role("critic", critic, is_trained=True),
-            perceptual=perceptual,
-            reduced_min_sizes=config.reduced_min_sizes,
-        )
-        for turn in method.turns:
-            _take_turn(recorder, method, turn, batch, precision)
-    return recorder.tape
-
-
-def _take_turn(recorder: Recorder, method: VaeTraining, turn: Turn, batch: Batch, precision: MixedPrecision) -> None:
-    with autocast(precision, _CPU):
-        losses = turn.losses(batch)
-    recorder.begin((BACKWARD + turn.role, -1))
-    losses.total.backward()
-    method.roles[turn.role].model.zero_grad(set_to_none=True)

@@ -115,9 +115,11 @@ def test_nothing_fits(capsys):
         (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "25GB/h"], "is not a rate"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--write", "plan.txt"], "no TOML file"),
         (["plan", "sample"], "nothing to sample from"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--card", "h200", "--verify"], "there is no GPU here"),
     ],
 )
-def test_wrong_input_exits_with_2(flags, message, capsys):
+def test_wrong_input_exits_with_2(flags, message, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(flags) == 2
     assert message in capsys.readouterr().err
 

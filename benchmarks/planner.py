@@ -1,0 +1,244 @@
+"""Predicted against measured: memory and time of every job, several sizes, lengths, placements and policies, in one run.
+
+python benchmarks/planner.py --output benchmarks/results [--only sample train distill vae] [--match offload] [--small]
+
+The bounds: what is reserved within 3 % or 300 MiB of the prediction, whichever is larger; a step's time within 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.memory.estimates import Passes, Placing, Training, margin
+from wandistiller.memory.hardware import H200, Hardware, detect
+from wandistiller.memory.optimiser_bytes import OptimiserChoice
+from wandistiller.memory.other_uses import Decoding
+from wandistiller.memory.uses import Adapters, Use
+from wandistiller.models.sizes import SIZES
+from wandistiller.plan.trial import Work, try_out
+from wandistiller.train.vae_prediction import VaeStep
+from wandistiller.units import Bytes
+
+GIB = 2**30
+LORA = Adapters(32, ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"))
+# Latents: frames, height, width.
+IMAGE_5B, VIDEO_5B = (1, 44, 80), (31, 44, 80)
+IMAGE, CLIP, VIDEO = (1, 60, 104), (9, 60, 104), (21, 60, 104)
+
+
+def use(size: str, shape: tuple[int, int, int], batch: int = 1, **changes: Any) -> Use:
+    config = SIZES[size].transformer
+    return Use(name="student", config=config, latent_shape=(config["in_channels"], *shape), batch_size=batch, **changes)
+
+
+def trained(size: str, shape: tuple[int, int, int], batch: int = 1, **changes: Any) -> Use:
+    """All weights in float32, computed in bfloat16: what ``train`` and ``distill`` do by default."""
+    options = {"trains": "everything", "dtype": torch.float32, "precision": "bf16"}
+    return use(size, shape, batch, **{**options, **changes})
+
+
+def short(size: str, shape: tuple[int, int, int], batch: int = 1, **changes: Any) -> Use:
+    """All weights in bfloat16."""
+    return use(size, shape, batch, **{"trains": "everything", **changes})
+
+
+def adapted(size: str, shape: tuple[int, int, int], batch: int = 1, **changes: Any) -> Use:
+    return use(size, shape, batch, trains="adapters", adapters=LORA, **changes)
+
+
+def sampling() -> Iterator[tuple[str, Work]]:
+    offload = Placing(name="offload")
+    yield "1.3b image, gpu", Passes(use=use("wan2.1-1.3b", IMAGE), passes=2)
+    yield "1.3b video, gpu", Passes(use=use("wan2.1-1.3b", VIDEO))
+    yield "1.3b video, offload", Passes(use=use("wan2.1-1.3b", VIDEO), placing=offload)
+    yield "5b image, gpu", Passes(use=use("wan2.2-5b", IMAGE_5B), passes=2)
+    yield "5b 8 images, gpu", Passes(use=use("wan2.2-5b", IMAGE_5B, 8))
+    yield "5b 8 images, offload", Passes(use=use("wan2.2-5b", IMAGE_5B, 8), placing=offload)
+    yield (
+        "5b 8 images, offload, 10 resident",
+        Passes(use=use("wan2.2-5b", IMAGE_5B, 8), placing=Placing(name="offload", resident=10)),
+    )
+    yield "5b image, offload, 8-bit", Passes(use=use("wan2.2-5b", IMAGE_5B), placing=Placing(name="offload", eight_bit=True))
+    yield "5b video, gpu", Passes(use=use("wan2.2-5b", VIDEO_5B))
+    yield "5b video, gpu, compiled", Passes(use=use("wan2.2-5b", VIDEO_5B, is_compiled=True))
+    yield "5b video, offload, compiled", Passes(use=use("wan2.2-5b", VIDEO_5B, is_compiled=True), placing=offload)
+    yield "14b image, offload", Passes(use=use("wan2.1-14b", IMAGE), placing=offload)
+    yield "14b clip, offload", Passes(use=use("wan2.1-14b", CLIP), placing=offload)
+    for size, shape, dtype in (("wan2.1-14b", VIDEO, torch.bfloat16), ("wan2.2-5b", VIDEO_5B, torch.bfloat16)):
+        vae = SIZES[size].vae
+        name = f"{size} VAE, decode, {str(dtype).removeprefix('torch.')}"
+        yield name, Decoding(config=vae, latent_shape=(vae["z_dim"], *shape), dtype=dtype)
+    vae = SIZES["wan2.1-14b"].vae
+    yield "wan2.1-14b VAE, decode, float32", Decoding(config=vae, latent_shape=(16, *CLIP), dtype=torch.float32)
+
+
+def training() -> Iterator[tuple[str, Work]]:
+    masters, stochastic = OptimiserChoice(), OptimiserChoice("adamw", "stochastic")
+    offload = Placing(name="offload")
+    yield "1.3b image x4, none", Training(student=trained("wan2.1-1.3b", IMAGE, 4), averages=True)
+    yield "1.3b image x4, none, compiled", Training(student=trained("wan2.1-1.3b", IMAGE, 4, is_compiled=True))
+    yield (
+        "1.3b image x16, full, accumulated",
+        Training(student=trained("wan2.1-1.3b", IMAGE, 16, policy="full"), accumulation=2),
+    )
+    yield "1.3b clip, none", Training(student=trained("wan2.1-1.3b", CLIP))
+    yield "1.3b video, full", Training(student=trained("wan2.1-1.3b", VIDEO, policy="full"))
+    yield "1.3b video, selective", Training(student=trained("wan2.1-1.3b", VIDEO, policy="selective"))
+    yield "1.3b video, selective, to host", Training(student=trained("wan2.1-1.3b", VIDEO, policy="selective", to_host=True))
+    yield "1.3b video, full, compiled", Training(student=trained("wan2.1-1.3b", VIDEO, policy="full", is_compiled=True))
+    yield (
+        "1.3b video, adafactor",
+        Training(student=trained("wan2.1-1.3b", VIDEO, policy="full"), optimiser=OptimiserChoice("adafactor")),
+    )
+    yield "1.3b video, offload", Training(student=short("wan2.1-1.3b", VIDEO, policy="full"), placing=offload)
+    yield (
+        "5b video, bf16, stochastic, full",
+        Training(student=short("wan2.2-5b", VIDEO_5B, policy="full"), optimiser=stochastic),
+    )
+    yield (
+        "5b video, bf16, masters, selective",
+        Training(student=short("wan2.2-5b", VIDEO_5B, policy="selective"), optimiser=masters),
+    )
+    yield "5b image x4, bf16, masters, none", Training(student=short("wan2.2-5b", IMAGE_5B, 4), optimiser=masters)
+    yield (
+        "5b video, offload, selective, to host",
+        Training(student=short("wan2.2-5b", VIDEO_5B, policy="selective", to_host=True), placing=offload),
+    )
+    yield "5b video, LoRA, full", Training(student=adapted("wan2.2-5b", VIDEO_5B, policy="full"))
+    yield (
+        "5b video, LoRA, selective, offload",
+        Training(student=adapted("wan2.2-5b", VIDEO_5B, policy="selective"), placing=offload),
+    )
+    yield "14b image, LoRA, full, offload", Training(student=adapted("wan2.1-14b", IMAGE, policy="full"), placing=offload)
+
+
+def distilling() -> Iterator[tuple[str, Work]]:
+    student = trained("wan2.1-1.3b", IMAGE, 8)
+    teacher = use("wan2.1-14b", IMAGE, 8).changed(name="teacher")
+    yield "14b to 1.3b, 8 images, teacher on the card", Training(student=student, teacher=teacher)
+    yield (
+        "14b to 1.3b, 8 images, teacher offloaded",
+        Training(student=student, teacher=teacher, teacher_placing=Placing(name="offload")),
+    )
+    yield (
+        "14b to 1.3b, 8 images, guided, full, 8-bit teacher",
+        Training(
+            student=student.changed(policy="full"),
+            teacher=teacher,
+            teacher_placing=Placing(name="offload", eight_bit=True),
+            teacher_passes=2,
+        ),
+    )
+    video = trained("wan2.1-1.3b", CLIP, policy="selective")
+    clip_teacher = use("wan2.1-14b", CLIP).changed(name="teacher")
+    yield (
+        "14b to 1.3b, clip, selective, teacher offloaded",
+        Training(student=video, teacher=clip_teacher, teacher_placing=Placing(name="offload")),
+    )
+
+
+def vaes() -> Iterator[tuple[str, Work]]:
+    shape = (17, 256, 256)
+    plain = TrainVaeConfig(batch_size=1)
+    full = TrainVaeConfig(batch_size=1, gan_training=True, use_lpips=True, r1_interval=1, use_ema=True)
+    kept = TrainVaeConfig(batch_size=2, gan_training=True, use_lpips=True, r1_interval=1, vae_gradient_checkpointing=True)
+    vae = SIZES["wan2.1-14b"].vae
+    yield "wan2.1 VAE, reconstruction", VaeStep(config=plain, vae=vae, shape=shape, precision="bf16")
+    yield "wan2.1 VAE, LPIPS, critic, R1", VaeStep(config=full, vae=vae, shape=shape, precision="bf16")
+    yield "wan2.1 VAE, LPIPS, critic, R1, checkpointed", VaeStep(config=kept, vae=vae, shape=shape, precision="bf16")
+
+
+KINDS = {"sample": sampling, "train": training, "distill": distilling, "vae": vaes}
+
+
+def small(name: str, work: Work) -> Work | None:
+    """Return the same kind of work on a tiny model, to try this file without a card."""
+    from dataclasses import replace
+
+    tiny = SIZES["tiny"].transformer
+
+    def shrink(found: Use) -> Use:
+        return found.changed(config={**tiny, "num_layers": 7}, latent_shape=(8, 1, 8, 8), text_tokens=8)
+
+    if isinstance(work, Training):
+        teacher = None if work.teacher is None else shrink(work.teacher)
+        return replace(work, student=shrink(work.student), teacher=teacher)
+    return replace(work, use=shrink(work.use)) if isinstance(work, Passes) else None
+
+
+def row_of(kind: str, name: str, work: Work, hardware: Hardware, device: torch.device) -> dict[str, Any]:
+    started = time.perf_counter()
+    phase = work.phase(hardware, name="denoising") if isinstance(work, Passes) else work.phase(hardware)
+    planned = time.perf_counter() - started
+    measured = try_out(work, device, num_steps=3)
+    allowed = margin(phase.reserved)
+    return {
+        "job": kind,
+        "what": name,
+        "predicted_reserved_gib": phase.reserved / GIB,
+        "measured_reserved_gib": measured.reserved / GIB,
+        "predicted_allocated_gib": phase.peak / GIB,
+        "measured_allocated_gib": measured.allocated / GIB,
+        "predicted_seconds": phase.seconds,
+        "measured_seconds": measured.seconds,
+        "predicted_page_locked_gib": phase.total("page-locked") / GIB,
+        "measured_page_locked_gib": measured.page_locked / GIB,
+        "is_memory_within": abs(measured.reserved - phase.reserved) <= allowed,
+        "is_time_within": abs(measured.seconds / phase.seconds - 1) <= 0.15 if phase.seconds else False,
+        "planning_seconds": planned,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--match", default="", help="take only what has this in its name")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no other one is begun")
+    parser.add_argument("--small", action="store_true", help="tiny models, for trying this without a card")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hardware = detect() if device.type == "cuda" else Hardware(card=H200, host_memory=Bytes(2**37))
+    torch._dynamo.config.recompile_limit = 64
+    started, rows = time.perf_counter(), []
+    file = arguments.output / f"planner{'-' + '-'.join(arguments.only) if len(arguments.only) < len(KINDS) else ''}.json"
+    for kind in arguments.only:
+        for name, work in KINDS[kind]():
+            found = small(name, work) if arguments.small else work
+            if arguments.match not in name or found is None or time.perf_counter() - started > arguments.budget:
+                continue
+            begun = time.perf_counter()
+            try:
+                row = row_of(kind, name, found, hardware, device)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                print(f"{kind:8} {name:52} failed: {str(error)[:200]}", flush=True)
+                continue
+            torch._dynamo.reset()
+            rows.append(row)
+            print(
+                f"{kind:8} {name:52} reserved {row['predicted_reserved_gib']:7.2f} / {row['measured_reserved_gib']:7.2f} "
+                f"in use {row['predicted_allocated_gib']:7.2f} / {row['measured_allocated_gib']:7.2f} GiB "
+                f"locked {row['predicted_page_locked_gib']:5.1f} / {row['measured_page_locked_gib']:5.1f} "
+                f"step {row['predicted_seconds']:8.3f} / {row['measured_seconds']:8.3f} s "
+                f"{'' if row['is_memory_within'] else 'MEMORY '}{'' if row['is_time_within'] else 'TIME '}"
+                f"({time.perf_counter() - begun:.0f} s)",
+                flush=True,
+            )
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            facts = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
+            rates = {"bus_gb_per_second": hardware.bus_rate / 1e9}
+            file.write_text(json.dumps({**facts, **rates, "rows": rows}, indent=1) + "\n")
+    within = sum(row["is_memory_within"] for row in rows), sum(row["is_time_within"] for row in rows)
+    print(f"{len(rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Trials take real steps of every kind of work; figures of memory need a card (tests/gpu)."""
+
+import pytest
+import torch
+
+from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.memory.estimates import Passes, Placing, Training
+from wandistiller.memory.optimiser_bytes import OptimiserChoice
+from wandistiller.memory.other_uses import Decoding
+from wandistiller.memory.uses import Adapters, Use
+from wandistiller.models.sizes import SIZES, TINY_VAE
+from wandistiller.plan.trial import try_out
+from wandistiller.train.vae_prediction import VaeStep
+
+CPU = torch.device("cpu")
+USE = Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 8, 8), text_tokens=8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Passes(use=USE, passes=2, held=(64,)),
+        Passes(use=USE, placing=Placing(name="offload")),
+        Training(student=USE.changed(trains="everything", policy="selective", to_host=True), averages=True),
+        Training(student=USE.changed(trains="everything"), placing=Placing(name="offload"), accumulation=2),
+        Training(
+            student=USE.changed(trains="adapters", adapters=Adapters(2, ("to_q",)), policy="full"),
+            placing=Placing(name="offload"),
+            optimiser=OptimiserChoice("adafactor"),
+        ),
+        Training(
+            student=USE.changed(trains="everything"),
+            teacher=USE.changed(name="teacher"),
+            teacher_placing=Placing(name="offload"),
+            teacher_passes=2,
+        ),
+        Decoding(config=TINY_VAE, latent_shape=(8, 3, 4, 4), dtype=torch.float32),
+        VaeStep(
+            config=TrainVaeConfig(batch_size=2, gan_training=True, use_lpips=True, use_ema=True, r1_interval=1),
+            vae=TINY_VAE,
+            shape=(5, 32, 32),
+            precision="no",
+        ),
+    ],
+    ids=["guided", "streamed", "trained", "trained and streamed", "adapters", "distilled", "decoded", "vae"],
+)
+def test_steps_are_taken(work):
+    assert try_out(work, CPU, num_steps=1).seconds > 0
