@@ -103,6 +103,7 @@ CARDS: dict[str, Card] = {
     for card in (
         _published("rtx3060", 12, 25.5, 360),
         _published("rtx3090", 24, 71, 936),
+        _published("rtx4060", 8, 30, 272),
         _published("rtx4060ti", 16, 44, 288),
         _published("rtx4070tisuper", 16, 88, 672),
         _published("rtx4080", 16, 97, 717),

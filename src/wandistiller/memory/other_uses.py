@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from wandistiller.memory.layout import lay_out, named_tensors
 from wandistiller.memory.tape import Tape
 from wandistiller.memory.tracing import materialise, recording
 from wandistiller.models.stored import VAE, build_empty
-from wandistiller.models.vae_tiles import decode_tiled
+from wandistiller.models.vae_tiles import TILE, decode_tiled
 from wandistiller.units import Bytes
 
 
@@ -63,16 +64,22 @@ class Decoding:
 
     def phase(self, hardware: Hardware) -> Phase:
         """Return what it takes."""
+        shape, times = self.latent_shape, 1.0
+        if self.is_tiled:
+            # One tile is like the other, and a frame like the next: three of each are enough, with what is around a tile.
+            channels, *sizes = shape
+            kept = [min(size, most) for size, most in zip(sizes, (3, 3 * TILE, 3 * TILE), strict=True)]
+            shape, times = (channels, *kept), math.prod(sizes) / math.prod(kept)
         found = _vae_phase(
             "decoding",
             self.config,
-            self.latent_shape,
+            shape,
             self.dtype,
-            lambda vae: self.run(vae, torch.empty(1, *self.latent_shape, dtype=self.dtype)),
+            lambda vae: self.run(vae, torch.empty(1, *shape, dtype=self.dtype)),
             hardware,
             is_tiled=self.is_tiled,
         )
-        return replace(found, work=self)
+        return replace(found, seconds=found.seconds * times, work=self)
 
 
 def encode_phase(config: Mapping[str, Any], pixel_shape: tuple[int, ...], dtype: torch.dtype, hardware: Hardware) -> Phase:

@@ -89,7 +89,9 @@ def make_plan(request: PlanRequest) -> Plan:
             if len({policy_of(replace(request.job, **each.changes)) for each in found if each.fits}) >= 2:
                 break
             policies.append(policy)
-        found.append(option(changes))
+        # What only adds to a way that fits already cannot be better than it.
+        if not any(each.fits and each.changes and each.changes.items() <= changes.items() for each in found):
+            found.append(option(changes))
     if not any(each.fits for each in found):
         for smaller in smaller_batches(request.job, request.given):
             found += [option({**each.changes, **smaller}) for each in list(found) if "batch_size" not in each.changes]

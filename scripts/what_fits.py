@@ -1,0 +1,96 @@
+"""Write docs/what_fits.md: what fits on which card, by the planner.
+
+    python scripts/what_fits.py [--output docs/what_fits.md] [--sizes wan2.1-1.3b ...] [--cards rtx4090 ...]
+
+takes about a quarter of an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wandistiller.cli.main import parse
+from wandistiller.plan.planner import Plan, make_plan
+from wandistiller.plan.show import seconds_text
+
+CARDS = ("rtx4060", "rtx3060", "rtx4080", "rtx4090", "rtx5090", "l40s", "h100", "h200")
+SIZES = ("wan2.1-1.3b", "wan2.2-5b", "wan2.1-14b", "wan2.2-a14b")
+RAM = "128GiB"
+INTRODUCTION = """# What fits on my card
+
+Predicted by `wandistiller plan` for a machine with {ram} of host memory and a bus of 25 GB/s, without trying: no figure here
+was written by hand. Each cell has the memory that PyTorch will hold of the card at most, the time of a step, and the flags that
+it takes beside the command's own. Sizes of pictures and clips are those that the model is usually sampled at, unless a row says
+another. Times are by the cards' published figures (the H200's are measured); memory does not depend on them.
+[`plan --verify`](plan.md) holds both to real steps.
+
+Plan your own: `wandistiller plan train --model wan2.2-5b --lora-rank 32 --card rtx4090 --ram 64GiB`
+"""
+
+
+def jobs(size: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of a model's table: what they are called, and the command that they plan."""
+    yield "a picture", ["sample", "--model", size, "--output", "a.png"]
+    yield "a clip", ["sample", "--model", size, "--output", "a.mp4"]
+    expert = ["--expert", "high"] if size.endswith("a14b") else []
+    train = ["train", "--model", size, *expert]
+    yield "LoRA of rank 32 on pictures", [*train, "--lora-rank", "32", "--frames", "1"]
+    yield "LoRA of rank 32 on clips", [*train, "--lora-rank", "32"]
+    yield "all weights, on pictures", [*train, "--frames", "1"]
+    yield "all weights, on clips", [*train]
+    yield "distilled to half its layers, on pictures", ["distill", "--teacher-path", size, "--frames", "1"]
+
+
+def cell(plan: Plan) -> str:
+    """Return the best plan in a few words."""
+    if plan.best is None:
+        return "no"
+    best = plan.best
+    flags = " ".join(f"`{word}`" for word in _words(best.changes))
+    return f"**{best.estimate.device / 2**30:.1f} GiB**, {seconds_text(best.seconds)}<br>{flags}".removesuffix("<br>")
+
+
+def _words(changes: Any) -> Iterator[str]:
+    for name, value in changes.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            yield flag
+        elif value is not False:
+            yield f"{flag} {value}"
+
+
+def table(size: str, cards: tuple[str, ...]) -> Iterator[str]:
+    """Yield the lines of a model's table."""
+    yield f"\n## {size}\n"
+    yield "| job | " + " | ".join(_heading(card) for card in cards) + " |"
+    yield "|---" * (len(cards) + 1) + "|"
+    for name, command in jobs(size):
+        cells = [cell(make_plan(parse("plan", [*command, "--card", card, "--ram", RAM]))) for card in cards]
+        print(size, name, "done", flush=True)
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+def _heading(card: str) -> str:
+    from wandistiller.memory.hardware import CARDS
+
+    return f"{CARDS[card].memory / 2**30 / 0.985:.0f} GB ({card})"
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("docs/what_fits.md"))
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES))
+    parser.add_argument("--cards", nargs="+", default=list(CARDS))
+    arguments = parser.parse_args()
+    lines = [INTRODUCTION.format(ram=RAM.replace("GiB", " GiB"))]
+    for size in arguments.sizes:
+        lines += table(size, tuple(arguments.cards))
+    arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
