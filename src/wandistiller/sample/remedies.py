@@ -7,10 +7,15 @@ from typing import Any
 import torch
 
 from wandistiller.memory.advice import Remedy
+from wandistiller.memory.durations import step_seconds
+from wandistiller.memory.estimates import margin
+from wandistiller.memory.hardware import detect
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.placement import Footprint
 from wandistiller.memory.rates import copy_rate, matmul_rate
+from wandistiller.memory.scene import Scene
 from wandistiller.memory.subjects import choose_placement, stored_subject
+from wandistiller.memory.uses import Use
 from wandistiller.models.vae_tiles import TILE
 from wandistiller.sample.job import Job
 from wandistiller.units import Bytes
@@ -48,26 +53,29 @@ def placement_options(job: Job) -> dict[str, Any]:
         "eight_bit": job.config.eight_bit,
         "device_map": job.config.device_map,
         "max_memory": job.max_memory,
-        "headroom": activation_bytes(job),
+        # Worked out where it is asked for: that takes a moment.
+        "headroom": activation_bytes(job) if job.config.placement_name == "auto" and job.device.type != "cpu" else None,
     }
 
 
 def activation_bytes(job: Job) -> Bytes:
-    """Return a safe figure for what a forward pass takes beside the weights: hidden states, their projections, feed-forward."""
-    config = job.transformers[0].config
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    rows = job.num_tokens * job.config.batch_size
-    # Measured at 27,280 tokens: 12 times the hidden states, of which 2 times ffn_dim / width are the feed-forward's.
-    return Bytes(round(rows * (8 * width + 2.5 * config["ffn_dim"]) * job.dtype.itemsize) + 2**30)
+    """Return what a forward pass takes beside the weights, with the margin that a prediction needs."""
+    scene, use = Scene(), transformer_use(job)
+    scene.play(use.tape, use.repeats)
+    return Bytes(scene.reserved + margin(scene.reserved))
 
 
 def forward_seconds(job: Job) -> float:
-    """Return the time of one forward pass with all weights on the device, from counted operations and a measured rate."""
+    """Return the time of one forward pass with all weights on the device."""
+    use = transformer_use(job)
+    return step_seconds(use.tape, use.repeats, detect()).total
+
+
+def transformer_use(job: Job) -> Use:
+    """Return how the job uses its transformer."""
     config = job.transformers[0].config
-    width, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
-    linear = 2 * layers * (6 * width**2 + 2 * width * config["ffn_dim"]) * job.num_tokens
-    attention = 4 * layers * width * job.num_tokens**2
-    return job.config.batch_size * (linear + attention) / matmul_rate(job.device, job.dtype)
+    shape = (config["in_channels"], *job.geometry.latent_shape)
+    return Use(name="transformer", config=config, latent_shape=shape, batch_size=job.config.batch_size, dtype=job.dtype)
 
 
 def _for_weights(job: Job, failure: Failure) -> list[Remedy]:
