@@ -125,6 +125,18 @@ def test_lora_files_that_others_load(tmp_path, tiny_folder):
         torch.testing.assert_close(plain(*inputs)[0], outputs[0], rtol=1e-4, atol=1e-5)
 
 
+def test_adapters_beside_short_weights_learn_what_small_steps_add_up_to(tmp_path):
+    """Each update is below what bfloat16 can tell apart; the optimiser's own copies collect them."""
+    options = {**QUICK, "learning_rate": 1e-5, "lora_rank": 4, "weights_dtype": "bfloat16"}
+    train(**options, output_dir=tmp_path, num_steps=4)
+    state = load_file(tmp_path / "states" / "step-00000004" / "state.safetensors")
+    name = next(name for name in state if name.startswith("roles/student/") and ".lora_A." in name)
+    master = state[name.replace("roles/student/", "optimisers/student/master.")]
+    assert state[name].dtype == torch.bfloat16 and master.dtype == torch.float32
+    torch.testing.assert_close(master.bfloat16(), state[name], rtol=0, atol=0)
+    assert not torch.equal(master, state[name].float())
+
+
 @pytest.mark.parametrize(
     "options",
     [

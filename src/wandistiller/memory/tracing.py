@@ -218,4 +218,6 @@ class _KeptAttention(torch.autograd.Function):
 
 def _rms_norm(values: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     apply: Callable[..., Tensor] = _RmsNorm.apply
+    if torch.is_autocast_enabled("cpu"):
+        values, weight = values.float(), None if weight is None else weight.float()
     return apply(values, weight)

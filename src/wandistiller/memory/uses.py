@@ -30,15 +30,15 @@ class Adapters:
     rank: int
     targets: tuple[str, ...]
 
-    def add_to(self, model: nn.Module) -> None:
-        """Add them in float32 to a model on the meta device."""
+    def add_to(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Add them to a model on the meta device, in the precision of its weights."""
         from peft import LoraConfig
 
         with torch.device("meta"):
             model.add_adapter(LoraConfig(r=self.rank, target_modules=list(self.targets)))
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
-                parameter.data = parameter.data.float()
+                parameter.data = parameter.data.to(dtype)
 
 
 _tapes: dict[Hashable, Tape] = {}
@@ -104,7 +104,7 @@ class Use:
         model = build_empty(TRANSFORMER, {**self.config, "num_layers": num_layers}, dtype=self.dtype)
         model.requires_grad_(self.trains == "everything").train(self.trains != "nothing")
         if self.adapters is not None:
-            self.adapters.add_to(model)
+            self.adapters.add_to(model, self.dtype)
         return model
 
     @property
