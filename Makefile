@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 TORCH          ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 
-.PHONY: demo test check install clean
+.PHONY: demo tiny test check install clean
 
 demo: install
 	$(BIN)/wandistiller sample --model tiny --prompt "a red ball" --output runs/demo/sample.png

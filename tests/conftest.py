@@ -40,10 +40,22 @@ def tiny_size():
 
 @pytest.fixture(scope="session")
 def tiny_folder(own_cache):
-    """The pipeline in the box."""
-    from wandistiller.models.tiny import tiny_pipeline_folder
+    """A tiny pipeline of random weights, the one that ``tiny-random`` stands for."""
+    from wandistiller.models.tiny import random_tiny_folder
 
-    return tiny_pipeline_folder()
+    return random_tiny_folder()
+
+
+@pytest.fixture
+def some_box(tiny_folder, tmp_path_factory, monkeypatch):
+    """A box in any case: the package's own, or one of random weights where it has none."""
+    from wandistiller.models import box
+
+    if not (box.BOX / "pipeline").is_dir():
+        folder = tmp_path_factory.mktemp("box")
+        (folder / "pipeline").symlink_to(tiny_folder)
+        monkeypatch.setattr(box, "BOX", folder)
+    return box.BOX
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,7 @@ def test_remedies_are_ordered_by_gigabytes_saved_against_time_lost():
 def test_the_message_has_the_phase_the_numbers_and_a_command_to_paste(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    config = SampleConfig(model="tiny", prompt=("a red ball", "it's"), steps=7)
+    config = SampleConfig(model="tiny-random", prompt=("a red ball", "it's"), steps=7)
     offload = Remedy(changes={"placement": "offload"}, saves=Bytes(2**34), slowdown=1.25, why="weights in host memory")
     monitor = Monitor([torch.device("cpu")], remedies=lambda failure: [offload])
     with pytest.raises(OutOfRoomError) as caught, advising("sample", config), monitor.phase("denoising", "transformer"):
@@ -110,7 +110,7 @@ def test_the_innermost_phase_is_named():
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--model", "tiny", "--prompt", "a", "b c", "--no-vae-tiling", "--output-latent", "--seed", "3"],
+        ["--model", "tiny-random", "--prompt", "a", "b c", "--no-vae-tiling", "--output-latent", "--seed", "3"],
         ["--checkpoint", "x y.safetensors", "--cond", "c.safetensors", "--cfg-scale", "1.5", "--offload-to-cpu"],
     ],
 )
@@ -124,7 +124,7 @@ def test_a_command_line_says_the_configuration_again(flags):
 def test_a_command_line_under_torchrun(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    line = command_line("sample", SampleConfig(model="tiny"), {"steps": 3})
+    line = command_line("sample", SampleConfig(model="tiny-random"), {"steps": 3})
     assert line == "torchrun --nnodes=2 --nproc-per-node=4 -m wandistiller sample --model tiny --steps 3"
 
 
@@ -141,7 +141,7 @@ def test_sampling_that_runs_out_of_memory(tmp_path, monkeypatch, place, flags, e
 
     monkeypatch.setattr(sampler, place, fail)
     with pytest.raises(OutOfRoomError) as caught:
-        api.sample(model="tiny", prompt="x", steps=1, output=tmp_path / "x.png", **flags)
+        api.sample(model="tiny-random", prompt="x", steps=1, output=tmp_path / "x.png", **flags)
     for text in expected:
         assert text in str(caught.value)
 
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr("PIL.Image.Image.save", full)
     with pytest.raises(OutOfRoomError, match="The disk is full while decoding and writing") as caught:
-        api.sample(model="tiny", prompt="x", steps=1, output=tmp_path / "x.png")
+        api.sample(model="tiny-random", prompt="x", steps=1, output=tmp_path / "x.png")
     assert f"{tmp_path} has" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -192,7 +192,7 @@ def sample(config):
         dist.all_reduce(torch.zeros(1))  # waits for a rank that will not come
 
 api.sample = sample
-sys.exit(cli.main(["sample", "--model", "tiny", "--prompt", "x", "--batch-size", "4"]))
+sys.exit(cli.main(["sample", "--model", "tiny-random", "--prompt", "x", "--batch-size", "4"]))
 """
 
 
