@@ -122,3 +122,18 @@ def test_a_folder_that_is_no_run_ends_with_2(tmp_path, capsys):
     assert "run.toml" in capsys.readouterr().err
     assert main(["report"]) == 2
     assert "--run is missing" in capsys.readouterr().err
+
+
+def test_a_student_that_has_learnt_guidance_draws_in_one_pass_beside_a_guided_teacher(distilled, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(distilled, run)
+    settings = (run / "run.toml").read_text()
+    settings = re.sub(r"guidance_scale = .*", "guidance_scale = 3.0", settings)
+    (run / "run.toml").write_text(re.sub(r"guidance_weight = .*", "guidance_weight = 1.0", settings))
+    page = report(run=run, **DRAWN, prompts=("a",)).output.read_text()
+    common = {"prompt": "a", "width": 32, "height": 32, "steps": 2, "seed": 5, "device": "cpu"}
+    (guided,) = sample(model="tiny-random", cfg_scale=3.0, output=tmp_path / "teacher.png", **common)
+    (plain,) = sample(model=str(run / "model"), cfg_scale=1.0, output=tmp_path / "student.png", **common)
+    expected = [np.asarray(Image.open(made.files[0])) for made in (guided, plain)]
+    assert all(np.array_equal(shown[0], wanted) for shown, wanted in zip(pictures(page), expected, strict=True))
+    assert "half the passes" in page
