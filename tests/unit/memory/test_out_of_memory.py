@@ -82,7 +82,7 @@ def test_remedies_are_ordered_by_gigabytes_saved_against_time_lost():
 def test_the_message_has_the_phase_the_numbers_and_a_command_to_paste(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    config = SampleConfig(model="tiny-random", prompt=("a red ball", "it's"), steps=7)
+    config = SampleConfig(model="tiny", prompt=("a red ball", "it's"), steps=7)
     offload = Remedy(changes={"placement": "offload"}, saves=Bytes(2**34), slowdown=1.25, why="weights in host memory")
     monitor = Monitor([torch.device("cpu")], remedies=lambda failure: [offload])
     with pytest.raises(OutOfRoomError) as caught, advising("sample", config), monitor.phase("denoising", "transformer"):
@@ -124,7 +124,7 @@ def test_a_command_line_says_the_configuration_again(flags):
 def test_a_command_line_under_torchrun(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    line = command_line("sample", SampleConfig(model="tiny-random"), {"steps": 3})
+    line = command_line("sample", SampleConfig(model="tiny"), {"steps": 3})
     assert line == "torchrun --nnodes=2 --nproc-per-node=4 -m wandistiller sample --model tiny --steps 3"
 
 
@@ -164,7 +164,7 @@ def test_host_memory_that_runs_out_for_real(tmp_path):
         "from wandistiller.cli.main import main\n"
         "from wandistiller.sample import sampler\n"
         "sampler.denoise = lambda *a, **k: torch.ones(2**36)\n"
-        f"sys.exit(main(['sample', '--model', 'tiny', '--prompt', 'x', '--output', '{tmp_path}/x.png']))"
+        f"sys.exit(main(['sample', '--model', 'tiny-random', '--prompt', 'x', '--output', '{tmp_path}/x.png']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -207,5 +207,5 @@ def test_one_of_two_ranks_ends_the_job_in_seconds_with_its_advice(tmp_path):
     print(f"{time.monotonic() - start:.1f} s", done.stderr)
     assert done.returncode == 1
     assert "error: Out of GPU memory while denoising, role transformer, rank 1 of 2." in done.stderr
-    command = "torchrun --nproc-per-node=2 -m wandistiller sample --model tiny --prompt x --batch-size 2"
+    command = "torchrun --nproc-per-node=2 -m wandistiller sample --model tiny-random --prompt x --batch-size 2"
     assert done.stderr.count(command) == 2, "once from the rank itself, once as the root cause that torchrun shows"
