@@ -46,15 +46,24 @@ def tiny_folder(own_cache):
     return random_tiny_folder()
 
 
+@pytest.fixture(scope="session")
+def random_box(tmp_path_factory):
+    """A box with a pipeline of its size and random weights."""
+    from wandistiller.models.sizes import find_size
+    from wandistiller.models.tiny import write_random_pipeline
+
+    folder = tmp_path_factory.mktemp("box")
+    write_random_pipeline(folder / "pipeline", find_size("tiny-world"))
+    return folder
+
+
 @pytest.fixture
-def some_box(tiny_folder, tmp_path_factory, monkeypatch):
+def some_box(request, monkeypatch):
     """A box in any case: the package's own, or one of random weights where it has none."""
     from wandistiller.models import box
 
     if not (box.BOX / "pipeline").is_dir():
-        folder = tmp_path_factory.mktemp("box")
-        (folder / "pipeline").symlink_to(tiny_folder)
-        monkeypatch.setattr(box, "BOX", folder)
+        monkeypatch.setattr(box, "BOX", request.getfixturevalue("random_box"))
     return box.BOX
 
 

@@ -24,6 +24,7 @@ from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.sizes import SIZES, Size, usual_size
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.text import read_embeddings
+from wandistiller.models.text_padding import can_fold_padding
 from wandistiller.sample.conditioning import ImageInputs, check_image, image_inputs
 from wandistiller.sample.geometry import Geometry, check_geometry
 
@@ -73,6 +74,12 @@ class Job:
     @property
     def vae_dtype(self) -> torch.dtype:
         return self.dtype if self.config.vae_dtype == "auto" else find_dtype(self.config.vae_dtype, self.device)
+
+    @property
+    def folds_padding(self) -> bool:
+        """Whether texts go without their padding: the same result, and for pictures a fraction of the work."""
+        config = self.transformers[0].config
+        return can_fold_padding(config, num_tokens(config, self.geometry.latent_shape))
 
     @property
     def needs_negative(self) -> bool:
