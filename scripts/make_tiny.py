@@ -5,7 +5,8 @@
 takes about twenty minutes on a data-centre GPU. It trains the VAE, on pictures and clips and then mostly on clips, encodes the
 world, trains the transformer, and leaves in the output folder the pipeline with weights in 16 bits (``pipeline``), the metrics
 of all trainings, and the commands that were run with their times (``commands.txt``). The text encoder is made by hand and needs
-no training (see ``models/tiny.py``). ``--install`` puts all of that into the package, where ``--model tiny`` finds it.
+no training (see ``models/tiny.py``). ``--install`` puts all of that into the package, where ``--model tiny`` finds it; with an
+output folder that is complete it does only that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from wandistiller.files import complete_or_absent
 from wandistiller.models.box import BOX
 from wandistiller.models.sizes import find_size
 from wandistiller.models.tiny import SEED, write_random_pipeline
@@ -58,9 +60,11 @@ def main() -> None:
 
 
 def make(arguments: argparse.Namespace) -> None:
-    """Leave the pipeline and everything that tells how it came about."""
+    """Leave the pipeline and everything that tells how it came about; nothing is done where it is there already."""
     output: Path = arguments.output
     start, learner = output / "start", output / "learner"
+    if (output / "pipeline").exists():
+        return
     if not start.exists():
         write_random_pipeline(start, find_size("tiny-world"))
     run = Commands(output / "commands.txt")
@@ -70,9 +74,10 @@ def make(arguments: argparse.Namespace) -> None:
         shutil.copytree(start, learner, ignore=shutil.ignore_patterns("vae"))
         shutil.copytree(vae, learner / "vae")
     train_transformer(arguments, run, learner)
-    shutil.copytree(output / "train" / "model", output / "pipeline", dirs_exist_ok=True)
-    for weights in (output / "pipeline").glob("*/*.safetensors"):
-        halve(weights)
+    with complete_or_absent(output / "pipeline") as partial:
+        shutil.copytree(output / "train" / "model", partial, dirs_exist_ok=True)
+        for weights in partial.glob("*/*.safetensors"):
+            halve(weights)
 
 
 def install(output: Path, box: Path) -> None:

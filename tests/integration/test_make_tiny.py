@@ -53,17 +53,9 @@ def test_every_command_has_flags_that_exist_and_trainings_say_their_seed(script,
     def run(*parts, times=1):
         ran.append([argument for part in parts for argument in part])
 
-    names = {
-        "vae_steps": 10,
-        "clip_steps": 10,
-        "steps": 10,
-        "vae_batch": 2,
-        "batch": 2,
-        "samples": 4,
-        "encoders": 1,
-        "workers": 0,
-    }
-    arguments = argparse.Namespace(output=tmp_path, vae=None, rate="1e-3", device="cpu", graphs=False, workers=0, **names)
+    sizes = {"vae_steps": 10, "clip_steps": 10, "steps": 10, "vae_batch": 2, "batch": 2, "samples": 4, "encoders": 1}
+    rest = {"vae": None, "rate": "1e-3", "device": "cpu", "graphs": False, "workers": 0}
+    arguments = argparse.Namespace(output=tmp_path, **sizes, **rest)
     vae = script.train_vae(arguments, run, tmp_path / "start")
     script.train_transformer(arguments, run, tmp_path / "learner")
     assert vae == tmp_path / "clips" / "vae"
@@ -71,3 +63,11 @@ def test_every_command_has_flags_that_exist_and_trainings_say_their_seed(script,
     for command, *flags in ran:
         parse(command, flags).check()
         assert command == "encode" or "--seed" in flags
+
+
+def test_an_output_that_is_complete_is_only_installed(script, output, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "BOX", tmp_path / "box")
+    monkeypatch.setattr("sys.argv", ["make_tiny.py", "--output", str(output), "--install"])
+    script.main()
+    assert (tmp_path / "box" / "pipeline" / "model_index.json").is_file()
+    assert (tmp_path / "box" / "commands.txt").read_text() == (output / "commands.txt").read_text()
