@@ -8,10 +8,17 @@ READY  := $(VENV)/.ready
 TORCH          ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 
-.PHONY: demo test check install clean
+.PHONY: demo tiny test check install clean
 
+# Distils the teacher in the box on two CPU cores and writes runs/demo/report.html.
 demo: install
-	$(BIN)/wandistiller sample --model tiny --prompt "a red ball" --output runs/demo/sample.png
+	rm -rf runs/demo
+	$(BIN)/wandistiller distill --config examples/demo.toml
+	$(BIN)/wandistiller report --config examples/demo.toml
+
+# Trains the teacher in the box again, on a GPU, and puts it into the package.
+tiny: install
+	$(BIN)/python scripts/make_tiny.py --output runs/tiny --graphs --install
 
 test: check
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup

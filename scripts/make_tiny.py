@@ -1,11 +1,12 @@
 """Make the pipeline in the box: a tiny Wan that has learnt the procedural world, with this project's own commands.
 
-    python scripts/make_tiny.py --output runs/tiny --graphs
+    python scripts/make_tiny.py --output runs/tiny --graphs --install
 
 takes about twenty minutes on a data-centre GPU. It trains the VAE, on pictures and clips and then mostly on clips, encodes the
 world, trains the transformer, and leaves in the output folder the pipeline with weights in 16 bits (``pipeline``), the metrics
 of all trainings, and the commands that were run with their times (``commands.txt``). The text encoder is made by hand and needs
-no training (see ``models/tiny.py``).
+no training (see ``models/tiny.py``). ``--install`` puts all of that into the package, where ``--model tiny`` finds it; with an
+output folder that is complete it does only that.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from wandistiller.files import complete_or_absent
+from wandistiller.models.box import BOX
 from wandistiller.models.sizes import find_size
-from wandistiller.models.tiny import write_random_pipeline
+from wandistiller.models.tiny import SEED, write_random_pipeline
 
 SIDE = 64
 FRAMES = 9
 PICTURES_AND_CLIPS = f"1+{FRAMES}x{SIDE}x{SIDE}"
 MOSTLY_CLIPS = f"1+{FRAMES}+{FRAMES}+{FRAMES}x{SIDE}x{SIDE}"
+TRAININGS = ("vae", "clips", "train")
+"""Folders of the trainings, in their order."""
+MOST_BYTES = 12_000_000
+"""What the package may carry."""
 
 
 def main() -> None:
@@ -45,24 +52,47 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=10)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--graphs", action="store_true", help="replay recorded computations; needs a CUDA device")
-    make(parser.parse_args())
+    parser.add_argument("--install", action="store_true", help="put the result into the package, for --model tiny")
+    arguments = parser.parse_args()
+    make(arguments)
+    if arguments.install:
+        install(arguments.output, BOX)
 
 
 def make(arguments: argparse.Namespace) -> None:
-    """Leave the pipeline and everything that tells how it came about."""
+    """Leave the pipeline and everything that tells how it came about; nothing is done where it is there already."""
     output: Path = arguments.output
     start, learner = output / "start", output / "learner"
+    if (output / "pipeline").exists():
+        return
     if not start.exists():
         write_random_pipeline(start, find_size("tiny-world"))
     run = Commands(output / "commands.txt")
+    run.note(f"{shlex.join(sys.argv)}: starts from random weights of seed {SEED}; wandistiller's own seeds are below")
     if not learner.exists():
         vae = train_vae(arguments, run, start)
         shutil.copytree(start, learner, ignore=shutil.ignore_patterns("vae"))
         shutil.copytree(vae, learner / "vae")
     train_transformer(arguments, run, learner)
-    shutil.copytree(output / "train" / "model", output / "pipeline", dirs_exist_ok=True)
-    for weights in (output / "pipeline").glob("*/*.safetensors"):
-        halve(weights)
+    with complete_or_absent(output / "pipeline") as partial:
+        shutil.copytree(output / "train" / "model", partial, dirs_exist_ok=True)
+        for weights in partial.glob("*/*.safetensors"):
+            halve(weights)
+
+
+def install(output: Path, box: Path) -> None:
+    """Put the pipeline and what tells how it came about into the package, in the place of what was there."""
+    size = sum(file.stat().st_size for file in (output / "pipeline").rglob("*") if file.is_file())
+    if size > MOST_BYTES:
+        sys.exit(f"{output / 'pipeline'} has {size / 1e6:.1f} MB; the package may carry {MOST_BYTES / 1e6:.0f} MB.")
+    shutil.rmtree(box, ignore_errors=True)
+    shutil.copytree(output / "pipeline", box / "pipeline")
+    shutil.copy(output / "commands.txt", box)
+    for name in TRAININGS:
+        metrics = output / name / "metrics.jsonl"
+        if metrics.is_file():
+            shutil.copy(metrics, box / f"{name}.jsonl")
+    print(f"{box}: {size / 1e6:.1f} MB")
 
 
 def common(arguments: argparse.Namespace) -> list[str]:
@@ -87,7 +117,7 @@ def train_vae(arguments: argparse.Namespace, run: Commands, start: Path) -> Path
     if arguments.vae is None:
         run(
             ["train-vae", "--model", str(start), "--from_scratch", "--dataset_path", f"world:200000:{PICTURES_AND_CLIPS}"],
-            [*held_out, "--output_dir", str(output / "vae"), *common(arguments), *losses],
+            ["--seed", "0", *held_out, "--output_dir", str(output / "vae"), *common(arguments), *losses],
             [*training(arguments, arguments.vae_steps, 6), "--learning_rate", "2e-3", "--warmup_steps", "200"],
         )
     if not arguments.clip_steps:
@@ -111,7 +141,7 @@ def train_transformer(arguments: argparse.Namespace, run: Commands, learner: Pat
         ["train", "--model", str(learner), "--from_scratch", "--dataset_path", data, "--cache_dir", str(output / "cache")],
         ["--held_out", held_out, "--judge_samples", "256", "--output_dir", str(output / "train"), *common(arguments)],
         [*training(arguments, arguments.steps, 8), "--learning_rate", arguments.rate, "--warmup_steps", "500"],
-        ["--batch_size", str(arguments.batch), "--beta2", "0.99", "--sigma_shift", "3"],
+        ["--batch_size", str(arguments.batch), "--beta2", "0.99", "--sigma_shift", "3", "--seed", "0"],
     )
 
 
@@ -135,8 +165,15 @@ class Commands:
         codes = [process.wait() for process in running]
         if any(codes):
             sys.exit(f"This failed: {shlex.join(command)}")
+        self._write(f"wandistiller {shlex.join(arguments)}  # {time.perf_counter() - started:.0f} s")
+
+    def note(self, text: str) -> None:
+        """Note what the commands do not say."""
+        self._write(f"# {text}")
+
+    def _write(self, line: str) -> None:
         with self._log.open("a", encoding="utf-8") as log:
-            log.write(f"wandistiller {shlex.join(arguments)}  # {time.perf_counter() - started:.0f} s\n")
+            log.write(f"{line}\n")
 
 
 if __name__ == "__main__":

@@ -40,10 +40,31 @@ def tiny_size():
 
 @pytest.fixture(scope="session")
 def tiny_folder(own_cache):
-    """The pipeline in the box."""
-    from wandistiller.models.tiny import tiny_pipeline_folder
+    """A tiny pipeline of random weights, the one that ``tiny-random`` stands for."""
+    from wandistiller.models.tiny import random_tiny_folder
 
-    return tiny_pipeline_folder()
+    return random_tiny_folder()
+
+
+@pytest.fixture(scope="session")
+def random_box(tmp_path_factory):
+    """A box with a pipeline of its size and random weights."""
+    from wandistiller.models.sizes import find_size
+    from wandistiller.models.tiny import write_random_pipeline
+
+    folder = tmp_path_factory.mktemp("box")
+    write_random_pipeline(folder / "pipeline", find_size("tiny-world"))
+    return folder
+
+
+@pytest.fixture
+def some_box(request, monkeypatch):
+    """A box in any case: the package's own, or one of random weights where it has none."""
+    from wandistiller.models import box
+
+    if not (box.BOX / "pipeline").is_dir():
+        monkeypatch.setattr(box, "BOX", request.getfixturevalue("random_box"))
+    return box.BOX
 
 
 @pytest.fixture(scope="session")

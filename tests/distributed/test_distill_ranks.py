@@ -10,7 +10,7 @@ from wandistiller.api import distill
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_distillation.py"
 SIZE = ["--width", "32", "--height", "32", "--frames", "1", "--max_aspect", "1"]
-FLAGS = ["--teacher_path", "tiny", *SIZE, "--lr", "1e-3", "--num_steps", "3", "--log_every", "1", "--num_workers", "0"]
+FLAGS = ["--teacher_path", "tiny-random", *SIZE, "--lr", "1e-3", "--num_steps", "3", "--log_every", "1", "--num_workers", "0"]
 SAME = {"learning_rate": 1e-3, "num_steps": 3, "log_every": 1, "workers": 0, "width": 32, "height": 32, "max_aspect": 1.0}
 DATA = {
     "live": {"dataset_path": "world:12:1x32x32", "feature_weight": 0.5},
@@ -28,5 +28,5 @@ def test_two_ranks_are_one_with_the_same_global_batch(tmp_path, kind, strategy):
     where = ["--teacher_device_strategy", strategy, "--output_dir", tmp_path / "two", "--distributed"]
     done = torchrun(SCRIPT, *FLAGS, *data, *where, "--batch_size", 2)
     assert done.returncode == 0, done.stderr
-    distill(teacher_path="tiny", frames=(1,), **SAME, **DATA[kind], batch_size=4, output_dir=tmp_path / "one")
+    distill(teacher_path="tiny-random", frames=(1,), **SAME, **DATA[kind], batch_size=4, output_dir=tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

@@ -12,7 +12,7 @@ from wandistiller.api import train
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_flow_matching.py"
 WORLD = ["--dataset_path", "world:12:1x32x32", "--width", "32", "--height", "32", "--frames", "1", "--max_aspect", "1"]
-FLAGS = ["--model", "tiny", *WORLD, "--learning_rate", "1e-3", "--num_steps", "4", "--log_every", "1", "--workers", "0"]
+FLAGS = ["--model", "tiny-random", *WORLD, "--learning_rate", "1e-3", "--num_steps", "4", "--log_every", "1", "--workers", "0"]
 
 
 def read(folder):
@@ -24,7 +24,7 @@ def test_two_ranks_are_one_with_the_same_global_batch(tmp_path):
     done = torchrun(SCRIPT, *FLAGS, "--batch_size", 1, "--checkpoint_dir", tmp_path / "two", "--distributed")
     assert done.returncode == 0, done.stderr
     same = {"learning_rate": 1e-3, "num_steps": 4, "log_every": 1, "workers": 0, "width": 32, "height": 32, "max_aspect": 1.0}
-    train(model="tiny", dataset_path="world:12:1x32x32", frames=(1,), **same, batch_size=2, output_dir=tmp_path / "one")
+    train(model="tiny-random", dataset_path="world:12:1x32x32", frames=(1,), **same, batch_size=2, output_dir=tmp_path / "one")
     (losses, weights), (expected_losses, expected) = read(tmp_path / "two"), read(tmp_path / "one")
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     for name, value in expected.items():

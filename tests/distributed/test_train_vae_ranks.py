@@ -15,7 +15,7 @@ from wandistiller.cli.main import main
 sys.exit(main(["train-vae", *sys.argv[1:]]))
 """
 OPTIONS = {
-    "model": "tiny",
+    "model": "tiny-random",
     "width": 32,
     "height": 32,
     "max_aspect": 1.0,

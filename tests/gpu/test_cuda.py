@@ -203,7 +203,7 @@ def test_blocks_of_another_kind():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sampling_offloaded_draws_the_same(tmp_path, dtype):
-    options = {"model": "tiny", "prompt": "x", "steps": 3, "device": "cuda", "dtype": dtype, "width": 64, "height": 64}
+    options = {"model": "tiny-random", "prompt": "x", "steps": 3, "device": "cuda", "dtype": dtype, "width": 64, "height": 64}
     resident = sample(output=tmp_path / "a.png", **options)[0].latents
     offloaded = sample(output=tmp_path / "b.png", offload_to_cpu=True, **options)[0].latents
     assert torch.equal(resident, offloaded)
@@ -276,7 +276,15 @@ def test_blocks_stay_where_the_bus_is_too_slow(inputs):
 
 @pytest.mark.parametrize("placement", ["gpu", "cpu", "offload", "disk", "balanced", "sequential", "custom", "auto"])
 def test_sampling_by_placement(tmp_path, placement):
-    options = {"model": "tiny", "prompt": "x", "steps": 3, "device": "cuda", "dtype": "float32", "width": 64, "height": 64}
+    options = {
+        "model": "tiny-random",
+        "prompt": "x",
+        "steps": 3,
+        "device": "cuda",
+        "dtype": "float32",
+        "width": 64,
+        "height": 64,
+    }
     expected = sample(output=tmp_path / "a.png", placement="gpu", **options)[0].latents
     if placement == "custom":
         (tmp_path / "map.json").write_text('{"": 0, "blocks": {"0": "cpu", "1": "disk"}}')

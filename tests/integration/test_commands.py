@@ -108,7 +108,7 @@ def test_export_and_sample_what_was_exported(tmp_path, tiny_folder):
     run(*common, "--output", "a.png", cwd=tmp_path)
     run(*common, "--checkpoint", "t.safetensors", "--output", "b.png", cwd=tmp_path)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    assert "exists" in run("export", "--model", "tiny", "--output", "pipeline", cwd=tmp_path, code=2).stderr
+    assert "exists" in run("export", "--model", "tiny-random", "--output", "pipeline", cwd=tmp_path, code=2).stderr
 
 
 def test_doctor_for_programs(tmp_path):

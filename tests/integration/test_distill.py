@@ -12,7 +12,15 @@ from wandistiller.cli.main import main
 from wandistiller.errors import UsageError
 
 SIZE = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
-QUICK = {"teacher_path": "tiny", **SIZE, "batch_size": 4, "workers": 0, "learning_rate": 1e-3, "log_every": 1, "save_every": 0}
+QUICK = {
+    "teacher_path": "tiny-random",
+    **SIZE,
+    "batch_size": 4,
+    "workers": 0,
+    "learning_rate": 1e-3,
+    "log_every": 1,
+    "save_every": 0,
+}
 PROMPTS = {"data_path": "world:8:1x32x32", "rollout_steps": 3, "rollout_batch": 4}
 DATASET = {"dataset_path": "world:12:1x32x32"}
 
@@ -196,6 +204,13 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path, tiny_folder, mon
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"caf\xe9\n"])
 def test_prompt_files_that_cannot_be_used(tmp_path, capsys, content):
     (tmp_path / "prompts.txt").write_bytes(content)
-    flags = ["--teacher_path", "tiny", "--data_path", str(tmp_path / "prompts.txt"), "--output_dir", str(tmp_path / "run")]
+    flags = [
+        "--teacher_path",
+        "tiny-random",
+        "--data_path",
+        str(tmp_path / "prompts.txt"),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     assert main(["distill", *flags]) == 2
     assert "prompts.txt" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def run(command, capsys):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_blocks(page, tmp_path, own_cache, monkeypatch, capsys):
+def test_code_blocks(page, tmp_path, own_cache, some_box, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for language, mark, code in BLOCK.findall(page.read_text()):
         if language == "toml":

@@ -375,7 +375,7 @@ def test_what_training_checks_before_its_first_step(pipeline, encoded):
 def test_sizes_that_are_not_given_are_the_models_own(pipeline, tmp_path):
     found = run_encode(EncodeConfig(model=str(pipeline), dataset_path="world:2", cache_dir=tmp_path, device="cpu"))
     with safe_open(found.cache_dir / "world-000001.latent.safetensors", "pt") as file:
-        assert file.metadata()["bucket"] == "1x128x128"
+        assert file.metadata()["bucket"] == "1x64x64"
 
 
 def test_where_caches_are_by_default(data, own_cache):

@@ -24,7 +24,7 @@ DRAWN = {"num_prompts": 3, "steps": 2, "seed": 5, "device": "cpu"}
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory, own_cache):
     run = tmp_path_factory.mktemp("runs") / "run"
-    distill(teacher_path="tiny", data_path="world:24:1x32x32", rollout_steps=2, num_steps=4, output_dir=run, **QUICK)
+    distill(teacher_path="tiny-random", data_path="world:24:1x32x32", rollout_steps=2, num_steps=4, output_dir=run, **QUICK)
     return run
 
 
@@ -83,7 +83,7 @@ def test_a_student_that_is_the_teacher_draws_the_same(distilled, tiny_folder, tm
 def test_other_prompts_have_other_noise_that_sample_knows(distilled, tmp_path):
     done = report(run=distilled, **DRAWN, prompts=("a", "a"), output=tmp_path / "page.html")
     shown = pictures(done.output.read_text())
-    common = {"model": "tiny", "prompt": "a", "width": 32, "height": 32, "steps": 2, "cfg_scale": 1.0}
+    common = {"model": "tiny-random", "prompt": "a", "width": 32, "height": 32, "steps": 2, "cfg_scale": 1.0}
     (second,) = sample(**common, seed=6, output=tmp_path / "second.png")
     assert np.array_equal(np.asarray(Image.open(second.files[0])), shown[2][0])
     assert done.marks == {}
@@ -91,7 +91,9 @@ def test_other_prompts_have_other_noise_that_sample_knows(distilled, tmp_path):
 
 def test_a_run_without_a_teacher_has_one_column(tmp_path):
     run = tmp_path / "run"
-    train(**QUICK, model="tiny", dataset_path="world:8:1x32x32", frames=(1,), max_aspect=1.0, num_steps=2, output_dir=run)
+    train(
+        **QUICK, model="tiny-random", dataset_path="world:8:1x32x32", frames=(1,), max_aspect=1.0, num_steps=2, output_dir=run
+    )
     done = report(run=run, **DRAWN)
     assert list(done.marks) == ["model"]
     assert len(pictures(done.output.read_text())) == 3
@@ -120,3 +122,18 @@ def test_a_folder_that_is_no_run_ends_with_2(tmp_path, capsys):
     assert "run.toml" in capsys.readouterr().err
     assert main(["report"]) == 2
     assert "--run is missing" in capsys.readouterr().err
+
+
+def test_a_student_that_has_learnt_guidance_draws_in_one_pass_beside_a_guided_teacher(distilled, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(distilled, run)
+    settings = (run / "run.toml").read_text()
+    settings = re.sub(r"guidance_scale = .*", "guidance_scale = 3.0", settings)
+    (run / "run.toml").write_text(re.sub(r"guidance_weight = .*", "guidance_weight = 1.0", settings))
+    page = report(run=run, **DRAWN, prompts=("a",)).output.read_text()
+    common = {"prompt": "a", "width": 32, "height": 32, "steps": 2, "seed": 5, "device": "cpu"}
+    (guided,) = sample(model="tiny-random", cfg_scale=3.0, output=tmp_path / "teacher.png", **common)
+    (plain,) = sample(model=str(run / "model"), cfg_scale=1.0, output=tmp_path / "student.png", **common)
+    expected = [np.asarray(Image.open(made.files[0])) for made in (guided, plain)]
+    assert all(np.array_equal(shown[0], wanted) for shown, wanted in zip(pictures(page), expected, strict=True))
+    assert "half the passes" in page

@@ -330,7 +330,7 @@ def test_checkpoints_that_take_more_than_text_say_so(tiny_folder, tmp_path, chan
     config = WanTransformer3DModel.load_config(tiny_folder / "transformer")
     WanTransformer3DModel.from_config({**config, **change}).save_pretrained(tmp_path / "transformer")
     with pytest.raises(UsageError, match=message):
-        sample(model="tiny", checkpoint=tmp_path / "transformer", prompt="x", output=tmp_path / "x.png", **COMMON)
+        sample(model="tiny-random", checkpoint=tmp_path / "transformer", prompt="x", output=tmp_path / "x.png", **COMMON)
 
 
 def test_the_same_seed_gives_the_same_clip(tiny_folder, tmp_path):

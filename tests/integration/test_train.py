@@ -17,7 +17,7 @@ from wandistiller.api import sample, train
 from wandistiller.errors import UsageError
 
 WORLD = {"dataset_path": "world:12:1x32x32", "width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
-QUICK = {"model": "tiny", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
+QUICK = {"model": "tiny-random", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
 
 
 def weights(folder):

@@ -18,7 +18,7 @@ from wandistiller.models.vae_passes import decode_unclamped
 from wandistiller.train import vae_run
 
 WORLD = {"dataset_path": "world:6:1x32x32", "width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
-QUICK = {"model": "tiny", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
+QUICK = {"model": "tiny-random", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
 
 
 def weights(folder):
@@ -46,7 +46,7 @@ def test_from_data_to_a_vae_that_everybody_loads(tmp_path):
     mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
     torch.testing.assert_close(torch.tensor(vae.config.latents_mean), mean, rtol=0.05, atol=0.02)
     torch.testing.assert_close(torch.tensor(vae.config.latents_std), std, rtol=0.05, atol=0.02)
-    options = {"model": "tiny", "vae_checkpoint": done.output, "width": 32, "height": 32, "steps": 1}
+    options = {"model": "tiny-random", "vae_checkpoint": done.output, "width": 32, "height": 32, "steps": 1}
     assert sample(prompt="x", output=tmp_path / "x.png", **options)[0].files[0].exists()
 
 

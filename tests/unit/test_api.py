@@ -87,7 +87,7 @@ def test_the_described_call_trains(gradients_to_cpu):
 
 
 def test_what_is_loaded_is_frozen_unless_it_is_to_be_trained(tiny_folder):
-    assert not any(p.requires_grad for p in WanModel.from_checkpoint("tiny").parameters())
+    assert not any(p.requires_grad for p in WanModel.from_checkpoint("tiny-random").parameters())
     assert all(p.requires_grad for p in WanVAE.from_checkpoint(tiny_folder, trainable=True, device="auto").parameters())
 
 
@@ -161,13 +161,13 @@ def test_functions_take_a_configuration_or_its_fields(tmp_path):
     with pytest.raises(UsageError, match="has no field 'promt'; did you mean 'prompt'"):
         sample(promt=("x",))
     with pytest.raises(UsageError, match="steps = 'many' is not a whole number"):
-        sample(model="tiny", prompt="x", steps="many")
-    made = sample(model="tiny", prompt="x", steps=1, width=32, height=32, output=str(tmp_path / "x.png"))
+        sample(model="tiny-random", prompt="x", steps="many")
+    made = sample(model="tiny-random", prompt="x", steps=1, width=32, height=32, output=str(tmp_path / "x.png"))
     assert made[0].files == (tmp_path / "x.png",)
     with pytest.raises(UsageError, match="Both"):
         sample(SampleConfig(), prompt=("x",))
     with pytest.raises(UsageError, match="--output is missing"):
-        export(model="tiny")
+        export(model="tiny-random")
 
 
 def test_other_vae_sizes_get_neutral_statistics():

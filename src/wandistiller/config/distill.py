@@ -30,7 +30,8 @@ class DistillConfig(TransformerTrainingConfig):
     Flags and --config change any of them."""
 
     teacher_path: str | None = None
-    """The teacher: a diffusers folder, a hub id (owner/name), or 'tiny'. Its encoders prepare the data."""
+    """The teacher: a diffusers folder, a hub id (owner/name), or 'tiny', the one in the box. Its encoders prepare
+    the data."""
 
     student_config: Path | None = None
     """JSON or TOML file that describes the student: num_layers, num_attention_heads, ffn_dim, ... or depth, hidden_size,

@@ -36,8 +36,9 @@ class ReportConfig(CommandConfig):
     steps: int = 20
     """Solver steps of each picture or clip."""
 
-    cfg_scale: float = 1.0
-    """Guidance of teacher and student; 1 switches it off."""
+    cfg_scale: float | None = None
+    """Guidance of teacher and student; 1 switches it off. A student that has learnt the guided velocity draws without, in one
+    pass. Default: the --guidance-scale of the distillation."""
 
     seed: int = 0
     """Seed of the first prompt's noise, the same for teacher and student; the others count up from it."""

@@ -25,8 +25,8 @@ class SampleConfig(CommandConfig):
     """
 
     model: str | None = None
-    """Pipeline to sample from: a diffusers folder, a hub id (owner/name), a folder of original Wan files, or 'tiny', which
-    is in the box and has random weights. Only the parts that are needed are read."""
+    """Pipeline to sample from: a diffusers folder, a hub id (owner/name), a folder of original Wan files, or 'tiny', the
+    one in the box, which draws captions of the procedural world. Only the parts that are needed are read."""
 
     prompt: tuple[str, ...] = ()
     """What to draw; several prompts give several outputs."""

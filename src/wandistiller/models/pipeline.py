@@ -1,23 +1,26 @@
 """Where the parts of a Wan pipeline lie, without reading any of them.
 
-A pipeline is a diffusers folder or hub id, a folder of original Wan files, or ``tiny``, the one in the box. Only the parts
-that a job asks for are looked for, and from a hub only those are downloaded.
+A pipeline is a diffusers folder or hub id, a folder of original Wan files, ``tiny``, the trained one in the box, or
+``tiny-random``. Only the parts that a job asks for are looked for, and from a hub only those are downloaded.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wandistiller.errors import CheckpointError, UsageError, nearest
+from wandistiller.models.box import box_pipeline_folder
 from wandistiller.models.sizes import SIZES
-from wandistiller.models.tiny import tiny_pipeline_folder
+from wandistiller.models.tiny import random_tiny_folder
 
 _PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline")
+# Pipelines that a name stands for, wherever one is.
+_NAMED: Mapping[str, Callable[[], Path]] = {"tiny": box_pipeline_folder, "tiny-random": random_tiny_folder}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What each part is made of in a diffusers folder; weights in other formats beside them are never downloaded.
 _HUB_PATTERNS = ("{part}/*.json", "{part}/*.safetensors", "{part}/*.model", "{part}/*.txt")
@@ -116,8 +119,8 @@ class Pipeline:
 
 def find_pipeline(source: str, parts: Collection[str] = ()) -> Pipeline:
     """Locate a pipeline; ``parts`` are those that the job will read, and all that is fetched from a hub."""
-    if source == "tiny":
-        return _read_diffusers_folder(tiny_pipeline_folder(), source)
+    if source in _NAMED:
+        return _read_diffusers_folder(_NAMED[source](), source)
     folder = Path(source).expanduser()
     if folder.is_dir():
         if (folder / "model_index.json").is_file():
@@ -133,7 +136,7 @@ def find_pipeline(source: str, parts: Collection[str] = ()) -> Pipeline:
     if _HUB_ID.fullmatch(source):
         return _read_diffusers_folder(_download(source, parts), source)
     raise UsageError(
-        f"There is no pipeline '{source}'{nearest(source, ['tiny'])}",
+        f"There is no pipeline '{source}'{nearest(source, _NAMED)}",
         why="it is neither a folder here nor a hub id (owner/name).",
         fix="Check the path for a typing error.",
     )
@@ -142,7 +145,7 @@ def find_pipeline(source: str, parts: Collection[str] = ()) -> Pipeline:
 def find_part(source: str, part: str) -> Path:
     """Return where one model lies: ``source`` itself, or that part of the pipeline that it names."""
     path = Path(source).expanduser()
-    if source == "tiny" or (path / "model_index.json").is_file() or (not path.exists() and _HUB_ID.fullmatch(source)):
+    if source in _NAMED or (path / "model_index.json").is_file() or (not path.exists() and _HUB_ID.fullmatch(source)):
         return find_pipeline(source, {part}).part(part)
     return path
 

@@ -166,18 +166,6 @@ SIZES: Mapping[str, Size] = MappingProxyType(
                 width=1280,
                 height=720,
             ),
-            # Of random weights, for trying things out.
-            Size(
-                name="tiny",
-                transformer=_transformer(4, 256, 3, 8, attention_head_dim=24, text_dim=32, freq_dim=64),
-                vae=TINY_VAE,
-                shift=3.0,
-                guidance=2.0,
-                width=128,
-                height=128,
-                frames=9,
-                fps=8,
-            ),
             # Large enough to learn the procedural world.
             Size(
                 name="tiny-world",
@@ -185,6 +173,18 @@ SIZES: Mapping[str, Size] = MappingProxyType(
                 vae=TINY_VAE,
                 shift=3.0,
                 guidance=1.0,
+                width=64,
+                height=64,
+                frames=9,
+                fps=8,
+            ),
+            # Of random weights, for trying things out.
+            Size(
+                name="tiny",
+                transformer=_transformer(4, 256, 3, 8, attention_head_dim=24, text_dim=32, freq_dim=64),
+                vae=TINY_VAE,
+                shift=3.0,
+                guidance=2.0,
                 width=64,
                 height=64,
                 frames=9,

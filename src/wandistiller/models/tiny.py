@@ -1,7 +1,8 @@
-"""The pipeline in the box: a complete Wan small enough for any machine, with random weights.
+"""Pipelines with random weights: every part that a released Wan has, in any named size.
 
-It has every part that a released Wan has (transformer, VAE, UMT5 text encoder, tokenizer, scheduler), so whatever runs on
-it runs on the real one. It is written to the user's cache the first time and is the same on every machine.
+The tiny one is small enough for any machine (transformer, VAE, UMT5 text encoder, tokenizer, scheduler), so whatever runs on
+it runs on the real one. It is written to the user's cache the first time and is the same on every machine. It draws noise;
+the one that has learnt something is in ``box``.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from wandistiller.models.sizes import Size, find_size
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
-_SEED = 20250225
+SEED = 20250225
 _VERSION = 2
 
 
-def tiny_pipeline_folder() -> Path:
-    """Return the folder of the tiny pipeline, made now if it is not there yet."""
+def random_tiny_folder() -> Path:
+    """Return the folder of the tiny pipeline with random weights, made now if it is not there yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "wandistiller" / f"tiny-{_VERSION}"
+    folder = cache / "wandistiller" / f"tiny-random-{_VERSION}"
     if not (folder / "model_index.json").is_file():
         with complete_or_absent(folder) as partial:
             write_random_pipeline(partial, find_size("tiny"))
     return folder
 
 
-def write_random_pipeline(folder: Path, size: Size, *, seed: int = _SEED, solver: str = "unipc") -> None:
+def write_random_pipeline(folder: Path, size: Size, *, seed: int = SEED, solver: str = "unipc") -> None:
     """Write a pipeline of a named size with random weights, as ``WanPipeline.save_pretrained`` would."""
     from diffusers import (
         AutoencoderKLWan,

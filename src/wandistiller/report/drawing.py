@@ -23,10 +23,11 @@ from wandistiller.terminal import say
 
 @dataclass(frozen=True)
 class Artist:
-    """Who draws: a name for the page, and the model."""
+    """Who draws: a name for the page, the model, and its guidance."""
 
     name: str
     source: str
+    cfg_scale: float
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,15 @@ class Drawn:
     fps: int
 
 
-def sample_config(config: ReportConfig, run: RunFolder, source: str, prompts: Sequence[str], size: Size) -> SampleConfig:
+def sample_config(config: ReportConfig, run: RunFolder, artist: Artist, prompts: Sequence[str], size: Size) -> SampleConfig:
     """Return what ``sample`` would be given to draw the first prompt as the report does."""
     return SampleConfig(
-        model=source,
+        model=artist.source,
         prompt=tuple(prompts),
         vae_checkpoint=run.config.vae_checkpoint,
         output=Path("student.png" if size.frames == 1 else "student.mp4"),
         steps=config.steps,
-        cfg_scale=config.cfg_scale,
+        cfg_scale=artist.cfg_scale,
         sigma_shift=run.config.sigma_shift,
         width=size.width,
         height=size.height,
@@ -63,7 +64,7 @@ def prepare_jobs(
 ) -> list[Job]:
     """Check that all of them can draw, before any weights are read."""
     nowhere = config.target.with_suffix(".png" if size.frames == 1 else ".mp4")  # where it could write, and does not
-    configs = [sample_config(config, run, artist.source, prompts, size) for artist in artists]
+    configs = [sample_config(config, run, artist, prompts, size) for artist in artists]
     return [prepare(replace(each, output=nowhere)) for each in configs]
 
 

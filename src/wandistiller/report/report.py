@@ -46,8 +46,8 @@ def run_report(config: ReportConfig, predicted: Mapping[str, Bytes] | None = Non
         columns=columns,
         prompts=prompts.texts,
         num_shown=config.num_shown,
-        how=_describe(jobs[0], prompts),
-        commands=_commands(config, run, prompts, size),
+        how=_describe(jobs, prompts),
+        commands=_commands(config, run, artists[-1], prompts, size),
         predicted=predicted,
     )
     with complete_or_absent(config.target) as partial:
@@ -57,31 +57,38 @@ def run_report(config: ReportConfig, predicted: Mapping[str, Bytes] | None = Non
     return Reported(config.target, marks)
 
 
-def _describe(job: Job, prompts: Prompts) -> str:
+def _describe(jobs: Sequence[Job], prompts: Prompts) -> str:
+    job = jobs[0]
     first = job.config.seed
+    is_learnt = jobs[-1].guidance != job.guidance
     return (
         f"Prompts: {prompts.origin}. {job.geometry.width}x{job.geometry.height}, frames: {job.geometry.frames}, "
         f"{job.schedule.num_steps} steps of {job.solver}, shift {job.config.sigma_shift:g}, guidance {job.guidance[0]:g}, "
         f"seeds {first} to {first + len(job.prompts) - 1}."
+        + (" The student has learnt the guided velocity and draws without guidance, in half the passes." if is_learnt else "")
     )
 
 
 def _artists(config: ReportConfig, run: RunFolder) -> Sequence[Artist]:
-    if isinstance(run.config, DistillConfig):
-        return [Artist("Teacher", config.teacher_path or run.base), Artist("Student", str(run.model))]
-    return [Artist("Model", str(run.model))]
+    trained, scale = run.config, config.cfg_scale
+    if not isinstance(trained, DistillConfig):
+        return [Artist("Model", str(run.model), 1.0 if scale is None else scale)]
+    scale = trained.guidance_scale if scale is None else scale
+    return [
+        Artist("Teacher", config.teacher_path or run.base, scale),
+        Artist("Student", str(run.model), 1.0 if trained.guidance_weight else scale),
+    ]
 
 
-def _commands(config: ReportConfig, run: RunFolder, prompts: Prompts, size: Size) -> list[Command]:
+def _commands(config: ReportConfig, run: RunFolder, artist: Artist, prompts: Prompts, size: Size) -> list[Command]:
     changes: dict[str, Any] = {"output_dir": run.folder, "resume": "auto", "num_steps": 2 * max(run.metrics.step, 1)}
     if run.num_prompts is not None:
         changes["num_prompts"] = run.num_prompts
     trained = replace(run.config, num_epochs=type(run.config)().num_epochs)  # the number of steps says it
-    drawing = sample_config(config, run, str(run.model), prompts.texts[:1], size)
-    name = "student" if isinstance(run.config, DistillConfig) else "model"
+    drawing = sample_config(config, run, artist, prompts.texts[:1], size)
     return [
         Command("Go on training, to twice as many steps", command_line(run.command, trained, changes)),
-        Command(f"Draw the first prompt with the {name}, as it is above", command_line("sample", drawing, {})),
+        Command(f"Draw the first prompt with the {artist.name.lower()}, as it is above", command_line("sample", drawing, {})),
     ]
 
 

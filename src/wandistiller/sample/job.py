@@ -21,9 +21,10 @@ from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter
 from wandistiller.models.devices import find_device, find_dtype
 from wandistiller.models.latents import num_tokens
 from wandistiller.models.pipeline import Pipeline, find_pipeline
-from wandistiller.models.sizes import SIZES, Size
+from wandistiller.models.sizes import SIZES, Size, usual_size
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.text import read_embeddings
+from wandistiller.models.text_padding import can_fold_padding
 from wandistiller.sample.conditioning import ImageInputs, check_image, image_inputs
 from wandistiller.sample.geometry import Geometry, check_geometry
 
@@ -75,6 +76,12 @@ class Job:
         return self.dtype if self.config.vae_dtype == "auto" else find_dtype(self.config.vae_dtype, self.device)
 
     @property
+    def folds_padding(self) -> bool:
+        """Whether texts go without their padding: the same result, and for pictures a fraction of the work."""
+        config = self.transformers[0].config
+        return can_fold_padding(config, num_tokens(config, self.geometry.latent_shape))
+
+    @property
     def needs_negative(self) -> bool:
         return any(needs_unconditional(scale) for scale in self.guidance[: len(self.transformers)])
 
@@ -113,6 +120,8 @@ def prepare(config: SampleConfig) -> Job:
     first = transformers[0].config
     size = _nearest_size(transformers)
     vae = _find_vae(config, pipeline)
+    # A student is of no named size; it is drawn with as its teacher is, whose VAE it has.
+    usual = size or usual_size(vae.config if vae else SIZES["wan2.1-1.3b"].vae)
     expand = (pipeline.expand_timesteps if pipeline else False) or bool(size and size.expand_timesteps)
     inputs = image_inputs(first, expand)
     check_image(config.image, inputs, first)
@@ -125,10 +134,10 @@ def prepare(config: SampleConfig) -> Job:
             f"The VAE has {vae.config['z_dim']} latent channels, the transformer draws {drawn}.",
             fix="Use the VAE that belongs to the model: 16 channels for Wan 2.1 and A14B, 48 for the 5B.",
         )
-    geometry = _find_geometry(config, size, vae, pipeline, first)
+    geometry = _find_geometry(config, usual, vae, pipeline, first)
     solver = config.solver if config.solver != "auto" else (pipeline.solver if pipeline else "unipc")
-    shift = config.sigma_shift or (pipeline.shift if pipeline else None) or (size.shift if size else 5.0)
-    scale = config.cfg_scale if config.cfg_scale is not None else (size.guidance if size else 5.0)
+    shift = config.sigma_shift or (pipeline.shift if pipeline else None) or usual.shift
+    scale = config.cfg_scale if config.cfg_scale is not None else usual.guidance
     scale_2 = config.cfg_scale_2
     if scale_2 is None:
         scale_2 = size.guidance_2 if size and size.guidance_2 is not None and config.cfg_scale is None else scale
@@ -146,7 +155,7 @@ def prepare(config: SampleConfig) -> Job:
         boundary=_find_boundary(config, pipeline, size, len(transformers)),
         prompts=_read_prompts(config, first["text_dim"]),
         image=inputs,
-        fps=config.fps or (size.fps if size else 16),
+        fps=config.fps or usual.fps,
         adapter=adapter,
     )
     if config.cfg_scale_2 is not None and len(transformers) == 1:
@@ -256,12 +265,11 @@ def _find_vae(config: SampleConfig, pipeline: Pipeline | None) -> StoredModel | 
 
 def _find_geometry(
     config: SampleConfig,
-    size: Size | None,
+    usual: Size,
     vae: StoredModel | None,
     pipeline: Pipeline | None,
     transformer: Mapping[str, Any],
 ) -> Geometry:
-    usual = size or SIZES["wan2.1-1.3b"]
     is_picture = config.output.suffix.lower() in PICTURE_SUFFIXES
     frames = config.frames or (1 if is_picture else usual.frames)
     known = vae.config if vae else usual.vae

@@ -27,6 +27,7 @@ from wandistiller.models.devices import free_memory
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.text import encode_prompts, read_embeddings
+from wandistiller.models.text_padding import fold_padding, trim_padding
 from wandistiller.models.vae_tiles import decode_tiled
 from wandistiller.sample.conditioning import Conditioning, encode_first_frame, encode_image_tokens, to_pixels
 from wandistiller.sample.job import Job, describe, prepare
@@ -128,18 +129,20 @@ def denoise(
         device=job.device,
         dtype=job.dtype,
         placement=placement,
+        prepare=fold_padding if job.folds_padding else lambda model: None,
     )
+    texts = [_fold(text[None], job) for text in conditioning.text]
+    negative_text = None if conditioning.negative_text is None else _fold(conditioning.negative_text, job)
 
     def velocity(noisy: Tensor, sigma: float, timestep: float) -> Tensor:
         model, scale = experts.at(timestep), job.guidance[experts.index_at(timestep)]
         predictions = []
         for index in range(len(job.prompts)):
             rows = slice(index * job.config.batch_size, (index + 1) * job.config.batch_size)
-            text = conditioning.text[index : index + 1]
-            prediction = _predict(model, noisy[rows], timestep, text, conditioning, job)
+            prediction = _predict(model, noisy[rows], timestep, texts[index], conditioning, job)
             if needs_unconditional(scale):
-                assert conditioning.negative_text is not None
-                negative = _predict(model, noisy[rows], timestep, conditioning.negative_text, conditioning, job)
+                assert negative_text is not None
+                negative = _predict(model, noisy[rows], timestep, negative_text, conditioning, job)
                 prediction = guide(prediction, negative, scale)
             predictions.append(prediction)
         return torch.cat(predictions)
@@ -160,6 +163,10 @@ def denoise(
             fix="Try --dtype bfloat16 or float32; if it stays, the checkpoint is damaged.",
         )
     return latents
+
+
+def _fold(text: Tensor, job: Job) -> Tensor:
+    return trim_padding(text) if job.folds_padding else text
 
 
 def _place_text_encoder(job: Job, encoder: nn.Module) -> None:

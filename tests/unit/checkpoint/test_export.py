@@ -69,7 +69,7 @@ def test_a_vae_there_and_back(tmp_path, name):
 
 
 def test_a_pipeline_loads_in_diffusers(tiny_folder, tmp_path):
-    written = export(model="tiny", output=tmp_path / "pipeline")
+    written = export(model="tiny-random", output=tmp_path / "pipeline")
     assert [item.architecture for item in written] == ["transformer", "vae"]
     pipeline = WanPipeline.from_pretrained(tmp_path / "pipeline")
     original = WanPipeline.from_pretrained(tiny_folder)
@@ -176,7 +176,7 @@ def test_the_output_fits_the_format(tiny_folder, tmp_path, form, name, message):
 
 def test_a_folder_of_original_files(tiny_folder, tmp_path):
     source = tmp_path / "wan"
-    export(model="tiny", output=tmp_path / "files", format="original")
+    export(model="tiny-random", output=tmp_path / "files", format="original")
     for expert in ("high_noise_model", "low_noise_model"):
         (source / expert).mkdir(parents=True)
         shutil.copy(tmp_path / "files" / "transformer.safetensors", source / expert)
@@ -202,7 +202,7 @@ def test_values_beyond_the_range_of_a_precision_are_not_written_as_infinite(tiny
 
 
 def test_a_source_is_never_overwritten_by_its_own_export(tmp_path):
-    export(model="tiny", output=tmp_path / "pipeline")
+    export(model="tiny-random", output=tmp_path / "pipeline")
     for output in (tmp_path / "pipeline", tmp_path):
         with pytest.raises(UsageError, match="holds what is to be exported"):
             export(model=str(tmp_path / "pipeline" / "vae"), output=output, overwrite=True)

@@ -110,7 +110,7 @@ def test_the_innermost_phase_is_named():
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--model", "tiny", "--prompt", "a", "b c", "--no-vae-tiling", "--output-latent", "--seed", "3"],
+        ["--model", "tiny-random", "--prompt", "a", "b c", "--no-vae-tiling", "--output-latent", "--seed", "3"],
         ["--checkpoint", "x y.safetensors", "--cond", "c.safetensors", "--cfg-scale", "1.5", "--offload-to-cpu"],
     ],
 )
@@ -141,7 +141,7 @@ def test_sampling_that_runs_out_of_memory(tmp_path, monkeypatch, place, flags, e
 
     monkeypatch.setattr(sampler, place, fail)
     with pytest.raises(OutOfRoomError) as caught:
-        api.sample(model="tiny", prompt="x", steps=1, output=tmp_path / "x.png", **flags)
+        api.sample(model="tiny-random", prompt="x", steps=1, output=tmp_path / "x.png", **flags)
     for text in expected:
         assert text in str(caught.value)
 
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr("PIL.Image.Image.save", full)
     with pytest.raises(OutOfRoomError, match="The disk is full while decoding and writing") as caught:
-        api.sample(model="tiny", prompt="x", steps=1, output=tmp_path / "x.png")
+        api.sample(model="tiny-random", prompt="x", steps=1, output=tmp_path / "x.png")
     assert f"{tmp_path} has" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -164,7 +164,7 @@ def test_host_memory_that_runs_out_for_real(tmp_path):
         "from wandistiller.cli.main import main\n"
         "from wandistiller.sample import sampler\n"
         "sampler.denoise = lambda *a, **k: torch.ones(2**36)\n"
-        f"sys.exit(main(['sample', '--model', 'tiny', '--prompt', 'x', '--output', '{tmp_path}/x.png']))"
+        f"sys.exit(main(['sample', '--model', 'tiny-random', '--prompt', 'x', '--output', '{tmp_path}/x.png']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -192,7 +192,7 @@ def sample(config):
         dist.all_reduce(torch.zeros(1))  # waits for a rank that will not come
 
 api.sample = sample
-sys.exit(cli.main(["sample", "--model", "tiny", "--prompt", "x", "--batch-size", "4"]))
+sys.exit(cli.main(["sample", "--model", "tiny-random", "--prompt", "x", "--batch-size", "4"]))
 """
 
 
@@ -207,5 +207,5 @@ def test_one_of_two_ranks_ends_the_job_in_seconds_with_its_advice(tmp_path):
     print(f"{time.monotonic() - start:.1f} s", done.stderr)
     assert done.returncode == 1
     assert "error: Out of GPU memory while denoising, role transformer, rank 1 of 2." in done.stderr
-    command = "torchrun --nproc-per-node=2 -m wandistiller sample --model tiny --prompt x --batch-size 2"
+    command = "torchrun --nproc-per-node=2 -m wandistiller sample --model tiny-random --prompt x --batch-size 2"
     assert done.stderr.count(command) == 2, "once from the rank itself, once as the root cause that torchrun shows"

@@ -22,10 +22,10 @@ def test_two_experts(two_expert_folder):
     assert (found.solver, found.boundary) == ("euler", 0.875)
 
 
-def test_the_one_in_the_box_is_the_same_every_time(tiny_folder, tmp_path, tiny_size):
+def test_the_one_of_random_weights_is_the_same_every_time(tiny_folder, tmp_path, tiny_size):
     from wandistiller.models.tiny import write_random_pipeline
 
-    assert find_pipeline("tiny").part("vae") == tiny_folder / "vae"
+    assert find_pipeline("tiny-random").part("vae") == tiny_folder / "vae"
     write_random_pipeline(tmp_path / "again", tiny_size)
     name = "transformer/diffusion_pytorch_model.safetensors"
     assert (tmp_path / "again" / name).read_bytes() == (tiny_folder / name).read_bytes()
@@ -148,6 +148,6 @@ def test_a_scheduler_that_draws_something_else_is_named(tiny_folder, tmp_path, c
 
 
 def test_one_part_of_whatever_a_user_points_at(tiny_folder):
-    assert find_part("tiny", "vae") == tiny_folder / "vae"
+    assert find_part("tiny-random", "vae") == tiny_folder / "vae"
     assert find_part(str(tiny_folder), "transformer") == tiny_folder / "transformer"
     assert find_part(str(tiny_folder / "vae"), "vae") == tiny_folder / "vae"

@@ -26,7 +26,7 @@ def content(prompts, teacher, student, **options):
     return Content(
         run=RunFolder(folder=Path("run"), config=config, metrics=metrics),
         columns=[
-            Column(Drawn(Artist(name, EVIL), size, clips, 8), judge_drawings(clips, prompts))
+            Column(Drawn(Artist(name, EVIL, 1.0), size, clips, 8), judge_drawings(clips, prompts))
             for name, size, clips in (("Teacher", 2_000_000, teacher), ("Student", 500_000, student))
         ],
         prompts=prompts,
