@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from wandistiller.distributed.pieces import whole
 from wandistiller.train.optimisers import StochasticAdamW, make_optimiser
 from wandistiller.train.schedules import rate_factor
 
@@ -54,6 +55,10 @@ class Optimises(Protocol):
     def step(self, number: int) -> Tensor: ...
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+    def like(self, key: str) -> Tensor | None:
+        """Return the weight that a tensor of the state belongs to, by the tensor's name; None where none is cut into pieces."""
+        ...
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
 
@@ -112,7 +117,9 @@ class Optimisation:
         self._scaler.unscale_(self.optimiser)
         stepped = [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
         limit = float("inf") if options.clip_norm is None else options.clip_norm
-        norm = nn.utils.clip_grad_norm_(stepped, limit)
+        gradients = [parameter.grad for parameter in stepped if parameter.grad is not None]
+        norm = whole(nn.utils.get_total_norm(gradients))  # over all ranks, where each has a piece
+        nn.utils.clip_grads_with_norm_(stepped, limit, norm)
         self._scaler.step(self.optimiser)
         self._scaler.update()
         self.optimiser.zero_grad(set_to_none=not self._keeps_gradients)
@@ -135,6 +142,10 @@ class Optimisation:
                 target: dict[str, Any] = tensors if isinstance(value, Tensor) else values
                 target[f"state.{name}:{key}"] = value
         return tensors, {"values": values, "scaler": self._scaler.state_dict()}
+
+    def like(self, key: str) -> Tensor | None:
+        kind, _, rest = key.partition(".")
+        return self.parameters.get(rest if kind == "master" else rest.rpartition(":")[0])
 
     def _stepped(self) -> dict[str, nn.Parameter]:
         """Return what the optimiser works on, by the names of the weights."""
