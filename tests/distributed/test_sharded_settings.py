@@ -13,14 +13,12 @@ from wandistiller.api import distill, train
 SIZE = {"width": 32, "height": 32, "max_aspect": 1.0, "frames": (1,), "learning_rate": 1e-3, "log_every": 1, "workers": 0}
 TRAIN = {"model": "tiny", "dataset_path": "world:12:1x32x32", "num_steps": 4, **SIZE}
 SETTINGS = {
-    "masters": {"weights_dtype": "bfloat16"},
+    "masters": {"weights_dtype": "bfloat16", "activation_policy": "full"},
     "stochastic": {"weights_dtype": "bfloat16", "rounding": "stochastic"},
-    "bf16": {"mixed_precision": "bf16"},
     "fp16": {"mixed_precision": "fp16"},
+    "compiled": {"mixed_precision": "bf16", "torch_compile": True},
     "adapters": {"lora_rank": 4, "weights_dtype": "bfloat16"},
-    "recomputed": {"activation_policy": "full"},
-    "selective": {"activation_policy": "selective", "activations_to_host": True},
-    "compiled": {"torch_compile": True},
+    "recomputed": {"activation_policy": "selective", "activations_to_host": True},
     "seen": {"held_out": "world-heldout:3:1x32x32", "judge_samples": 3, "sample_every": 4, "use_ema": True, "sample_steps": 2},
 }
 TEACH = {"teacher_path": "tiny", "num_steps": 3, **SIZE}

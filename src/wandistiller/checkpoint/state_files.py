@@ -31,6 +31,8 @@ from torch.futures import Future
 from wandistiller.errors import CheckpointError
 from wandistiller.models.weight_files import Planned, SafetensorsWeights, write_safetensors
 
+ALONE = "state.safetensors"
+"""The file of one process."""
 _PIECES = "pieces"
 """Key in a file's header: for each tensor that is a piece, its offsets in the whole and the whole's shape."""
 
@@ -55,7 +57,8 @@ class StateWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._begin()
-        names = [f"state-{number:05d}-of-{len(plans):05d}.safetensors" for number in range(1, len(plans) + 1)]
+        count = len(plans)
+        names = [f"state-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)] if count > 1 else [ALONE]
         return [replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

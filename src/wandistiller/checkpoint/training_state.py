@@ -2,7 +2,7 @@
 
 A state is a folder ``step-00001000`` with the tensors in files that ranks have written together, and everything else in
 ``state.json``, which also says how large those files are. It is written under another name, flushed to the disk, and renamed.
-A state of one process has one file; states of earlier versions, ``state.safetensors``, are read as well.
+A state of one process has one file, ``state.safetensors``, as states of earlier versions have; those are read as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from wandistiller.checkpoint.state_files import StateReader, StateWriter
+from wandistiller.checkpoint.state_files import ALONE, StateReader, StateWriter
 from wandistiller.distributed.pieces import local, room_like
 from wandistiller.errors import CheckpointError, OutputError, UsageError, WanDistillerError, shortened
 from wandistiller.files import publish_folder
@@ -36,7 +36,7 @@ from wandistiller.memory.shared_host import ranks_here
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
-_TENSORS, _FACTS = "state.safetensors", "state.json"
+_FACTS = "state.json"
 _HOST_SHARE = 0.5
 
 # DCP's, also from the thread that it writes in, where one process without a group is what is meant.
@@ -175,7 +175,7 @@ def is_complete(path: Path) -> bool:
 
 def _files(content: Mapping[str, Any]) -> dict[str, int]:
     """Return the files of tensors with their sizes."""
-    return dict(content["files"]) if "files" in content else {_TENSORS: content["tensor_bytes"]}
+    return dict(content["files"]) if "files" in content else {ALONE: content["tensor_bytes"]}
 
 
 def load_state(path: Path, like: Callable[[str], Tensor | None] = lambda name: None) -> TrainingState:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+
+T = TypeVar("T", bound=Tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -38,6 +41,13 @@ def piece_of(tensor: Tensor, like: DTensor) -> Tensor:
 def room_like(like: DTensor, dtype: torch.dtype) -> Tensor:
     """Return memory for a tensor that is cut as ``like`` is."""
     return torch.empty_like(like.detach(), dtype=dtype)
+
+
+def by_kind(tensors: Iterable[T]) -> list[list[T]]:
+    """Return those that are cut and those that are not, as far as there are any: one operation cannot take both."""
+    found = list(tensors)
+    kinds = ([each for each in found if isinstance(each, DTensor) is is_cut] for is_cut in (True, False))
+    return [kind for kind in kinds if kind]
 
 
 def piece_number(tensor: Tensor) -> int:

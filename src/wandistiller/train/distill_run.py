@@ -41,7 +41,7 @@ from wandistiller.train.held_out import MeasureHeldOut
 from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
-from wandistiller.train.optimisation import Optimisation
+from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.runs import Run, exit_code
@@ -183,7 +183,7 @@ def _train(
         ends.callback(apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host).detach)
     mesh = job.parallel.mesh(ranks, job.device)
     if mesh is not None:
-        role.sharding = Sharding(student.model, blocks, mesh)
+        role.sharding = Sharding(student.model, blocks, mesh, travels_in(job.precision))
     if config.cuda_graphs:
         role.call = GraphedCalls(role.model, job.precision, job.device)
     run = Run.over(samples.buckets, config, job.device, job.precision, ranks, monitor)

@@ -42,7 +42,7 @@ from wandistiller.train.held_out import MeasureHeldOut
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
-from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises
+from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises, travels_in
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.studio import Studio
@@ -191,7 +191,7 @@ def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, *, folds: bool) -> _
         ends.callback(apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host).detach)
     mesh = job.parallel.mesh(ranks, job.device)
     if mesh is not None:
-        sharding = Sharding(model, blocks, mesh)
+        sharding = Sharding(model, blocks, mesh, travels_in(job.precision))
         if subject.read is not None:
             sharding.fill(subject.read, job.device)
         slices = Bytes(sum(local(parameter).nbytes for parameter in model.parameters()))

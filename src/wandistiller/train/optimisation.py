@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from wandistiller.distributed.pieces import whole
+from wandistiller.distributed.pieces import by_kind, whole
 from wandistiller.train.optimisers import StochasticAdamW, make_optimiser
 from wandistiller.train.schedules import rate_factor
 
@@ -44,6 +44,12 @@ def autocast(precision: MixedPrecision, device: torch.device, *, caches: bool = 
     return torch.autocast(device.type, dtype=dtype, cache_enabled=caches)
 
 
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, over all ranks where each has a piece."""
+    norms = [whole(nn.utils.get_total_norm(kind)) for kind in by_kind(gradients)] or [nn.utils.get_total_norm([])]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
 class Optimises(Protocol):
     """What the loop needs of an optimiser, wherever its state is."""
 
@@ -61,6 +67,12 @@ class Optimises(Protocol):
         ...
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
+
+
+def travels_in(precision: MixedPrecision) -> torch.dtype | None:
+    """Return the dtype that ranks bring slices of float32 weights together in, where it is another one."""
+    # Not for float16: its scaler takes slices or whole gradients, and some weights would stay whole.
+    return torch.bfloat16 if precision == "bf16" else None
 
 
 class Optimisation:
@@ -117,9 +129,9 @@ class Optimisation:
         self._scaler.unscale_(self.optimiser)
         stepped = [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
         limit = float("inf") if options.clip_norm is None else options.clip_norm
-        gradients = [parameter.grad for parameter in stepped if parameter.grad is not None]
-        norm = whole(nn.utils.get_total_norm(gradients))  # over all ranks, where each has a piece
-        nn.utils.clip_grads_with_norm_(stepped, limit, norm)
+        norm = total_norm([parameter.grad for parameter in stepped if parameter.grad is not None])
+        for parameters in by_kind(stepped):
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self._scaler.step(self.optimiser)
         self._scaler.update()
         self.optimiser.zero_grad(set_to_none=not self._keeps_gradients)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wandistiller.distributed.pieces import local, piece_number
+from wandistiller.distributed.pieces import by_kind, local, piece_number
 from wandistiller.errors import UsageError, nearest
 
 MakeOptimiser = Callable[[Sequence[nn.Parameter], float, float, tuple[float, float]], torch.optim.Optimizer]
@@ -44,7 +44,8 @@ def _adamw(
     parameters: Sequence[nn.Parameter], rate: float, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
     is_fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-    return torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=is_fused)
+    groups = [{"params": kind} for kind in by_kind(parameters)]
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, weight_decay=weight_decay, fused=is_fused)
 
 
 @register_optimiser("adafactor")
