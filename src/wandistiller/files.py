@@ -33,24 +33,43 @@ def complete_or_absent(target: Path, *, durable: bool = True) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        if target.exists() and target.is_dir() != partial.is_dir():
-            raise OutputError(f"{target} is in the way.", why="a folder is never replaced by a file, nor a file by a folder.")
-        for path in [*partial.rglob("*"), partial] if durable else ():
-            _flush(path)
-        if target.is_dir():  # a folder with content cannot be renamed over
-            target.rename(former)
-        partial.replace(target)
-        if durable:
-            _flush(target.parent)
+        _rename(partial, target, former, durable)
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "Choose another place for it.")
-        raise OutputError(f"{target} could not be written.", why=str(error), fix=advice) from error
+        raise _could_not_write(target, error) from error
     finally:
         for leftover in (partial, former):
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
                 leftover.unlink(missing_ok=True)
+
+
+def publish_folder(partial: Path, target: Path) -> None:
+    """Give a folder that several processes have written its final name, once all of it is on the disk."""
+    former = target.with_name(f".{target.name}.former")
+    try:
+        _rename(partial, target, former, durable=True)
+    except OSError as error:
+        raise _could_not_write(target, error) from error
+    finally:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _rename(partial: Path, target: Path, former: Path, durable: bool) -> None:
+    if target.exists() and target.is_dir() != partial.is_dir():
+        raise OutputError(f"{target} is in the way.", why="a folder is never replaced by a file, nor a file by a folder.")
+    for path in [*partial.rglob("*"), partial] if durable else ():
+        _flush(path)
+    if target.is_dir():  # a folder with content cannot be renamed over
+        target.rename(former)
+    partial.replace(target)
+    if durable:
+        _flush(target.parent)
+
+
+def _could_not_write(target: Path, error: OSError) -> OutputError:
+    advice = _ADVICE.get(error.errno or 0, "Choose another place for it.")
+    return OutputError(f"{target} could not be written.", why=str(error), fix=advice)
 
 
 def _flush(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -48,15 +49,16 @@ def write_diffusers(
     folder: Path, stored: StoredModel, dtypes: Mapping[str, torch.dtype], on_tensor: Callable[[], None]
 ) -> None:
     """Write a folder that ``from_pretrained`` loads: config.json and safetensors, in shards of at most 10 GB."""
-    folder.mkdir(parents=True)
-    config = {
-        "_class_name": stored.architecture.model_class.__name__,
-        "_diffusers_version": diffusers.__version__,
-        **stored.config,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     planned = _plan(stored, dtypes, {key: key for key in stored.names}, on_tensor)
-    shards = _into_shards(planned)
+    write_folder(folder, stored.architecture.model_class.__name__, stored.config, planned)
+
+
+def write_folder(folder: Path, class_name: str, config: Mapping[str, Any], planned: list[Planned]) -> None:
+    """Write a diffusers model's folder from tensors that are loaded one at a time, those of ``into_shards`` in their order."""
+    folder.mkdir(parents=True)
+    content = {"_class_name": class_name, "_diffusers_version": diffusers.__version__, **config}
+    (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    shards = into_shards(planned)
     if len(shards) == 1:
         write_safetensors(folder / "diffusion_pytorch_model.safetensors", planned)
         return
@@ -104,7 +106,8 @@ def _plan(
     return [Planned(names[key], dtypes[key], shapes[key], reader(key)) for key in stored.names]
 
 
-def _into_shards(planned: list[Planned]) -> list[list[Planned]]:
+def into_shards(planned: list[Planned]) -> list[list[Planned]]:
+    """Return what goes into each file."""
     shards: list[list[Planned]] = [[]]
     size = 0
     for tensor in planned:

@@ -12,14 +12,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from wandistiller.checkpoint.formats import into_shards, write_folder
+from wandistiller.distributed.pieces import whole
 from wandistiller.errors import OutputError
 from wandistiller.files import complete_or_absent
 from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.models.pipeline import Pipeline
 from wandistiller.models.stored import inspect_checkpoint
 from wandistiller.models.transformer_keys import to_original
-from wandistiller.models.weight_files import Planned, write_safetensors
+from wandistiller.models.weight_files import Planned, in_file_order, write_safetensors
 
 
 def write_pipeline(target: Path, pipeline: Pipeline, replaced: Mapping[str, Callable[[Path], None]]) -> None:
@@ -54,12 +58,44 @@ def write_student_pipeline(
 
 
 def write_model(folder: Path, model: nn.Module) -> None:
-    """Save a diffusers model and read it back."""
-    model.save_pretrained(folder)
+    """Save a diffusers model and read it back; of one that is spread over ranks no device has more than a tensor at a time.
+
+    The other ranks have to call ``follow_model`` at the same time.
+    """
+    tensors = model.state_dict()
+    planned = _plan_model(tensors)
+    if _is_spread(tensors):
+        own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+        config = {key: value for key, value in model.config.items() if not key.startswith("_")}
+        write_folder(folder, own.__name__, config, planned)
+    else:
+        model.save_pretrained(folder)
     stored = inspect_checkpoint(folder)
-    for name, tensor in model.state_dict().items():
-        if name in stored.names and not torch.equal(stored.read(name), tensor.cpu()):
-            raise OutputError(f"{folder}: '{name}' came back changed.", fix="Check the disk.")
+    for tensor in planned:
+        value = tensor.load()
+        if tensor.name in stored.names and not torch.equal(stored.read(tensor.name), value):
+            raise OutputError(f"{folder}: '{tensor.name}' came back changed.", fix="Check the disk.")
+
+
+def follow_model(model: nn.Module) -> None:
+    """Take part in bringing a model together that another rank writes; nothing happens if each has all of it."""
+    tensors = model.state_dict()
+    if not _is_spread(tensors):
+        return
+    planned = _plan_model(tensors)
+    for tensor in (*(each for shard in into_shards(planned) for each in in_file_order(shard)), *planned):
+        tensor.load()
+
+
+def _is_spread(tensors: Mapping[str, Tensor]) -> bool:
+    return any(isinstance(tensor, DTensor) for tensor in tensors.values())
+
+
+def _plan_model(tensors: Mapping[str, Tensor]) -> list[Planned]:
+    def loads(tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: whole(tensor.detach()).cpu()
+
+    return [Planned(name, each.dtype, tuple(each.shape), loads(each)) for name, each in tensors.items()]
 
 
 def write_lora(folder: Path, adapters: Mapping[str, Tensor], *, alpha: float, rank: int) -> None:

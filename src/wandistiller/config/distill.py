@@ -11,7 +11,7 @@ from wandistiller.config.training import check_least
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.errors import UsageError
 
-StrategyName = Literal["auto", "gpu", "gpu0", "offload", "disk", "cpu", "balanced", "sequential", "custom"]
+StrategyName = Literal["auto", "gpu", "gpu0", "sharded", "offload", "disk", "cpu", "balanced", "sequential", "custom"]
 NoisyName = Literal["auto", "dataset", "trajectories", "noise"]
 
 
@@ -87,9 +87,10 @@ class DistillConfig(TransformerTrainingConfig):
     """With --cache-teacher: noise and sigmas that are drawn for each sample of the data set."""
 
     teacher_device_strategy: StrategyName = "auto"
-    """Where the teacher lives: 'gpu' (on each card), 'gpu0' (on rank 0, which answers for all), 'offload' (host memory,
-    streamed), 'disk' (streamed from its files), 'cpu' (computes there), 'balanced', 'sequential' or 'custom' (over several
-    GPUs), or 'auto' (the fastest that fits)."""
+    """Where the teacher lives: 'gpu' (on each card), 'gpu0' (on rank 0, which answers for all), 'sharded' (a slice on each
+    rank's card, blocks brought together ahead of their use), 'offload' (host memory, streamed), 'disk' (streamed from its
+    files), 'cpu' (computes there), 'balanced', 'sequential' or 'custom' (over several GPUs), or 'auto' (the fastest that
+    fits)."""
 
     teacher_on_cpu: bool = False
     """The same as --teacher-device-strategy cpu."""

@@ -85,6 +85,12 @@ class TrainConfig(TransformerTrainingConfig):
             raise UsageError("--lora-rank adapts trained weights, and --from-scratch has none.", fix="Choose one.")
         if self.cuda_graphs and (self.placement != "gpu" or self.activations_to_host):
             raise UsageError("--cuda-graphs is for weights and activations on the card.", fix="Leave it away.")
+        if self.is_sharded and self.placement != "gpu":
+            raise UsageError(
+                f"--placement {self.placement} does not go with --parallel {self.parallel}.",
+                why="each card keeps a slice of the weights instead.",
+                fix="Leave one of them away.",
+            )
         if self.placement in ("balanced", "sequential", "custom"):
             raise UsageError(f"--placement {self.placement} is not for training.", fix="Take gpu, offload, disk or cpu.")
         if self.placement in ("disk", "cpu", "auto") and not self.lora_rank:

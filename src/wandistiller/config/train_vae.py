@@ -135,6 +135,12 @@ class TrainVaeConfig(TrainingConfig):
             raise UsageError("--width and --height go together.", fix="Give both, or neither.")
         if self.use_fp16 and self.mixed_precision not in ("auto", "fp16"):
             raise UsageError(f"--use-fp16 and --mixed-precision {self.mixed_precision} were both given.", fix="Choose one.")
+        if self.is_sharded and self.channels_last:
+            raise UsageError(
+                f"--channels-last does not go with --parallel {self.parallel}.",
+                why="weights are cut along their first dimension, which has to be the outermost in memory.",
+                fix="Leave one of them away.",
+            )
         if self.lpips_checkpointing and not self.use_lpips:
             raise UsageError("--lpips-checkpointing changes nothing without --use-lpips.", fix="Give both.")
         check_least(

@@ -88,6 +88,14 @@ class TrainingConfig(CommandConfig):
     device: str = "auto"
     """Where to compute: cuda, cuda:1, mps or cpu. 'auto' takes the best there is, under torchrun one GPU for each process."""
 
+    parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    """How the processes of torchrun train together: 'ddp' (the whole model on each card), 'fsdp' (each card keeps a slice of
+    weights, gradients and optimiser state, and blocks are brought together when they compute), 'hsdp' (the same inside of a
+    machine, a copy on each machine). 'auto' is ddp."""
+
+    shard_size: int | None = None
+    """With --parallel hsdp: ranks that hold one copy of the model between them. Default: those of a machine."""
+
     distributed: bool = False
     """Make sure that this was started by torchrun; ranks join anyway where it was."""
 
@@ -110,8 +118,18 @@ class TrainingConfig(CommandConfig):
             ("--validate-every", self.validate_every, 0),
             ("--seed", self.seed, 0),
             ("--workers", self.workers, 0),
+            ("--shard-size", self.shard_size, 1),
         )
+        if self.shard_size is not None and self.parallel != "hsdp":
+            raise UsageError("--shard-size is for --parallel hsdp.", fix="Give both, or leave it away.")
+        if self.is_sharded and self.cuda_graphs:
+            raise UsageError(f"--cuda-graphs does not go with --parallel {self.parallel}.", fix="Leave one of them away.")
         check_shares(("--ema-decay", self.ema_decay))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold slices of what they train."""
+        return self.parallel in ("fsdp", "hsdp")
 
 
 def check_least(*values: tuple[str, float | None, float]) -> None:

@@ -104,6 +104,12 @@ class TransformerTrainingConfig(TrainingConfig):
             raise UsageError("--gradient-checkpointing is another policy than selective.", fix="Leave one of them away.")
         if self.use_8bit_adam and self.optimizer == "adafactor":
             raise UsageError("--use-8bit-adam and --optimizer adafactor were both given.", fix="Choose one.")
+        if self.is_sharded and self.optimizer_name != "adamw":
+            raise UsageError(
+                f"--parallel {self.parallel} needs --optimizer adamw.",
+                why=f"the state of {self.optimizer_name} cannot be cut along with the weights.",
+                fix="Use --optimizer adamw, or --parallel ddp.",
+            )
         if self.judge_samples and not (self.held_out or "").startswith("world"):
             raise UsageError("--judge-samples is for a held-out world.", fix="Add --held-out world-heldout:256:1x64x64.")
         check_least(

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -32,6 +32,8 @@ from wandistiller.terminal import progress
 from wandistiller.units import Bytes
 
 _ABOUT = "records.json"
+Way = Literal["shared", "in_step", "first"]
+"""Who asks: ranks share the questions, or share them and ask at the same time, or the first rank asks all."""
 _LITTLE_NOISE = 0.5
 DTYPE = torch.float16
 """Noisy latents and velocities are a few units large, and 11 bits of them are more than the student gets right."""
@@ -109,20 +111,25 @@ class TeacherRecords:
         path = self.folder / _ABOUT
         return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8"))["complete"])
 
-    def fill(self, ask: Callable[[int], Records], ranks: Ranks, *, together: bool = True) -> None:
-        """Make the shards that are missing; ``ask`` gives one by its number. Ranks share the work, or the first does it."""
+    def fill(self, ask: Callable[[int], Records], ranks: Ranks, way: Way = "shared") -> None:
+        """Make the shards that are missing; ``ask`` gives one by its number."""
         self.check()
         if self.is_complete:
             return
         if ranks.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write_about(complete=False)
-        ranks.wait()
         missing = [number for number in range(self.plan.num_shards) if not self._shard(number).is_file()]
-        mine = missing[ranks.rank :: ranks.world_size] if together else missing if ranks.is_first else []
+        ranks.wait()  # before the first one is made, so that all ranks miss the same
+        turns = (ranks if way != "first" else Ranks()).turns(len(missing))
+        mine = [(missing[place], counts) for place, counts in turns if counts or way == "in_step"]
+        if way == "first" and not ranks.is_first:
+            mine = []
         with progress("Asking the teacher", len(mine) * self.plan.records_per_shard, "record") as advance:
-            for number in mine:
-                self._write(number, ask(number))
+            for number, counts in mine:
+                found = ask(number)
+                if counts:
+                    self._write(number, found)
                 advance(self.plan.records_per_shard)
         ranks.wait()
         if ranks.is_first:

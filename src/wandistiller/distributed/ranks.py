@@ -16,8 +16,11 @@ import torch.distributed as dist
 # Its functions take the world as it is when they are first seen as the value of a parameter. Seen later, when DDP asks for it,
 # they would keep the group and its threads for good, and a thread that needs the interpreter while it ends aborts the process.
 import torch.distributed.nn.functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wandistiller.errors import UsageError
+
+_meshes: list[DeviceMesh] = []
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,15 @@ class Ranks:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found.item())
 
+    def turns(self, count: int) -> list[tuple[int, bool]]:
+        """Return this rank's share of ``count`` things by number, each with whether it counts.
+
+        Every rank has the same number of turns, so that those who compute together keep step; a rank whose share is smaller
+        does something again that does not count.
+        """
+        numbers = range(self.rank, -(-count // self.world_size) * self.world_size, self.world_size)
+        return [(number if number < count else number % count, number < count) for number in numbers]
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Average a tensor over the ranks, in place."""
         if self.world_size > 1:
@@ -71,10 +83,14 @@ def read_ranks() -> Ranks:
 
 
 @contextmanager
-def joined(device: torch.device, timeout_seconds: float = 600.0) -> Iterator[Ranks]:
-    """Join the job's ranks for as long as the block runs: NCCL between CUDA devices, else gloo."""
+def joined(device: torch.device, timeout_seconds: float = 600.0, *, needs_group: bool = False) -> Iterator[Ranks]:
+    """Join the job's ranks for as long as the block runs: NCCL between CUDA devices, else gloo.
+
+    ``needs_group`` makes a process group for one rank too, for what works on groups alone. Whatever refers to the group must
+    be gone when the block ends, models that are spread over ranks too.
+    """
     ranks = read_ranks()
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 and not needs_group:
         yield ranks
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -84,8 +100,19 @@ def joined(device: torch.device, timeout_seconds: float = 600.0) -> Iterator[Ran
     yield ranks
     # Only after success: a rank that failed must not wait for the others here.
     dist.barrier()
+    for mesh in _meshes:
+        # Distributed tensors remember for good how an operation is done, and with it the mesh, and with it the group.
+        getattr(mesh, "_pg_registry", {}).clear()
+    _meshes.clear()
     gc.collect()  # what still refers to the group, as DDP does in a circle, would keep its threads
     dist.destroy_process_group()
+
+
+def make_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Arrange all ranks in a mesh that is given up when they part."""
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    _meshes.append(mesh)
+    return mesh
 
 
 def rank_device(name: str, ranks: Ranks) -> str:

@@ -50,7 +50,10 @@ class Experts:
 
     def at(self, timestep: float) -> nn.Module:
         """Return the transformer for a timestep, ready to compute; another one leaves memory first."""
-        index = self.index_at(timestep)
+        return self.expert(self.index_at(timestep))
+
+    def expert(self, index: int) -> nn.Module:
+        """Return one by its number, ready to compute; another one leaves memory first."""
         if self._model is None or self._loaded != index:
             self.release()
             self._model = self._load(index)

@@ -286,11 +286,16 @@ class Planned:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def in_file_order(tensors: Iterable[Planned]) -> list[Planned]:
+    """Return tensors in the order that they are loaded and written in: wide dtypes first, so that all lie aligned."""
+    return sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+
+
 def write_safetensors(
     path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str] | None = None, *, durable: bool = True
 ) -> None:
     """Write one safetensors file, one tensor in memory at a time; it has its final name only when complete."""
-    planned = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    planned = in_file_order(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for tensor in planned:

@@ -10,6 +10,8 @@ import torch
 
 from wandistiller.config.distill import DistillConfig
 from wandistiller.data.prompts import Prompts, open_prompts
+from wandistiller.distributed.failures import is_rank
+from wandistiller.distributed.parallel import Parallel
 from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.models.pipeline import Pipeline, find_pipeline
@@ -17,7 +19,7 @@ from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_ch
 from wandistiller.models.student_config import StudentPlan, read_student_config
 from wandistiller.terminal import say
 from wandistiller.train.optimisation import MixedPrecision
-from wandistiller.train.runs import choose_precision, prepare_device
+from wandistiller.train.runs import choose_precision, prepare_device, prepare_parallel
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
 
@@ -28,6 +30,7 @@ class DistillJob:
 
     config: DistillConfig
     device: torch.device
+    parallel: Parallel
     pipeline: Pipeline
     teachers: Sequence[StoredModel]
     vae: StoredModel
@@ -50,6 +53,13 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     config.check()
     assert config.teacher_path is not None
     device = prepare_device(config)
+    parallel = prepare_parallel(config)
+    if config.strategy == "sharded" and not is_rank():
+        raise UsageError(
+            "--teacher-device-strategy sharded was given, but torchrun did not start this.",
+            why="each of several processes keeps a slice of the teacher.",
+            fix="Start it with torchrun, or let the teacher be streamed with --teacher-device-strategy offload.",
+        )
     prompts = open_prompts(config.data_path) if config.data_path is not None else None
     pipeline = find_pipeline(config.teacher_path, _PARTS)
     if not (pipeline.folder / "model_index.json").is_file():
@@ -69,6 +79,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     return DistillJob(
         config=_with_sizes(config, plan),
         device=device,
+        parallel=parallel,
         pipeline=pipeline,
         teachers=teachers,
         vae=vae,

@@ -10,22 +10,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from wandistiller.checkpoint.trained import write_model, write_student_pipeline
+from wandistiller.checkpoint.trained import follow_model, write_model, write_student_pipeline
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.placement import parse_resident
 from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.data.encoded import EncodedData
 from wandistiller.data.teacher_records import RecordSamples
+from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
+from wandistiller.distributed.sharding import Sharding
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.experts import Experts
 from wandistiller.memory.monitor import Monitor
+from wandistiller.memory.placement import Placement
+from wandistiller.memory.shared_host import ranks_here
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
+from wandistiller.train.across_ranks import AcrossRanks
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob, prepare_distillation
 from wandistiller.train.ema import MovingAverage, in_use
@@ -35,13 +41,13 @@ from wandistiller.train.held_out import MeasureHeldOut
 from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
-from wandistiller.train.optimisation import Optimisation
+from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.runs import Run, exit_code
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
-from wandistiller.train.teacher import ServedTeacher, Teacher, Teaches
+from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, Teaches
 from wandistiller.train.transformer_data import encode_held_out
 from wandistiller.units import Bytes
 
@@ -65,32 +71,39 @@ class Distilled:
 def run_distill(config: DistillConfig) -> Distilled:
     """Do the whole job."""
     job = prepare_distillation(config)
+    needs_group = job.parallel.is_sharded or config.strategy == "sharded"
+    with joined(job.device, needs_group=needs_group) as ranks, ExitStack() as ends:
+        return _run(job, ranks, ends)
+
+
+def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
+    config = job.config
     monitor = Monitor([job.device], lambda failure: find_distill_remedies(config, failure))
-    with joined(job.device) as ranks, ExitStack() as ends:
-        questions = open_questions(job)
-        assert config.teacher_path is not None
-        held_out = encode_held_out(config, config.teacher_path, job.device)
-        with monitor.phase("loading", "teacher"):
-            teacher = _make_teacher(job, questions, ranks)
-        samples: Any = questions.samples
-        if config.is_stored:
-            with monitor.phase("asking the teacher", "teacher"):
-                samples = ask_once(job, questions, teacher, ranks)
-            if teacher is not None:
-                teacher.release()
-        adapter = _make_adapter(job, questions, samples, ranks)
-        with monitor.phase("loading", "student"):
-            student = make_student(
-                job.plan,
-                job.teachers[0],
-                adapter=adapter,
-                init=config.student_init,
-                allow_low_coverage=config.allow_low_coverage,
-                seed=config.seed,
-                device=job.device,
-                prepare=fold_padding if questions.folds_padding else None,
-            )
-        return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends, adapter)
+    questions = open_questions(job)
+    assert config.teacher_path is not None
+    held_out = encode_held_out(config, config.teacher_path, job.device)
+    with monitor.phase("loading", "teacher"):
+        teacher = _make_teacher(job, questions, ranks)
+    samples: Any = questions.samples
+    if config.is_stored:
+        with monitor.phase("asking the teacher", "teacher"):
+            samples = ask_once(job, questions, teacher, ranks)
+        if teacher is not None:
+            teacher.release()
+    adapter = _make_adapter(job, questions, samples, ranks)
+    with monitor.phase("loading", "student"):
+        student = make_student(
+            job.plan,
+            job.teachers[0],
+            adapter=adapter,
+            init=config.student_init,
+            allow_low_coverage=config.allow_low_coverage,
+            seed=config.seed,
+            # What is to be spread over ranks goes to the device in slices.
+            device=torch.device("cpu") if job.parallel.is_sharded else job.device,
+            prepare=fold_padding if questions.folds_padding else None,
+        )
+    return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends, adapter)
 
 
 def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teaches | None:
@@ -102,14 +115,17 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
     serves = name == "gpu0" and ranks.world_size > 1
     dtype = torch.bfloat16 if config.teacher_dtype == "float8" else DTYPES.get(config.teacher_dtype)
     dtype = dtype or (torch.bfloat16 if job.device.type == "cuda" else torch.float32)
-    placement = choose_placement(
-        "gpu" if name == "gpu0" else name,
-        resident=parse_resident(config.teacher_resident, "--teacher-resident"),
-        eight_bit=config.teacher_dtype == "float8",
-        device_map=config.teacher_device_map,
-        # In float32: weights, gradients and two moments. What it computes with comes on top.
-        headroom=None if config.is_stored else Bytes(16 * job.plan.num_parameters()),
-    )
+    if name == "sharded":
+        placement: Placement = AcrossRanks(_teacher_mesh(job, ranks))
+    else:
+        placement = choose_placement(
+            "gpu" if name == "gpu0" else name,
+            resident=parse_resident(config.teacher_resident, "--teacher-resident"),
+            eight_bit=config.teacher_dtype == "float8",
+            device_map=config.teacher_device_map,
+            # In float32: weights, gradients and two moments. What it computes with comes on top.
+            headroom=None if config.is_stored else Bytes(16 * job.plan.num_parameters()),
+        )
     experts = Experts(
         job.teachers,
         boundary=job.pipeline.boundary,
@@ -119,9 +135,22 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
         prepare=fold_padding if questions.folds_padding else lambda model: None,
     )
     teacher = Teacher(experts, questions.samples.empty_text, device=job.device, dtype=dtype)
+    if name == "sharded":
+        return TeacherInStep(teacher, ranks)
     if not serves:
         return teacher
     return ServedTeacher(teacher if ranks.is_first else None, ranks, job.device)
+
+
+def _teacher_mesh(job: DistillJob, ranks: Ranks) -> DeviceMesh:
+    """Return the ranks that share a teacher: those that share the student, else those of a machine."""
+    parallel = job.parallel
+    if not parallel.is_sharded:
+        here = ranks_here()
+        parallel = Parallel("hsdp", here) if ranks.world_size > here and ranks.world_size % here == 0 else Parallel("fsdp")
+    mesh = parallel.mesh(ranks, job.device)
+    assert mesh is not None
+    return mesh
 
 
 def _objectives(config: DistillConfig) -> Objectives:
@@ -152,6 +181,9 @@ def _train(
             block.forward = torch.compile(block.forward)
     if config.policy != "none" or config.activations_to_host:
         ends.callback(apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host).detach)
+    mesh = job.parallel.mesh(ranks, job.device)
+    if mesh is not None:
+        role.sharding = Sharding(student.model, blocks, mesh, travels_in(job.precision))
     if config.cuda_graphs:
         role.call = GraphedCalls(role.model, job.precision, job.device)
     run = Run.over(samples.buckets, config, job.device, job.precision, ranks, monitor)
@@ -256,9 +288,12 @@ def _write_result(
     job: DistillJob, ranks: Ranks, student: Student, average: MovingAverage | None, adapter: ChannelAdapter | None
 ) -> Path:
     target = job.config.output_dir / "model"
-    if ranks.is_first:
-        with in_use(average):
+    with in_use(average):
+        if ranks.is_first:
             write_student_pipeline(target, job.pipeline, lambda path: write_model(path, student.model), adapter)
+        else:
+            follow_model(student.model)
+    if ranks.is_first:
         say(f"Wrote {target}")
     ranks.wait()
     return target

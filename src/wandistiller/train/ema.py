@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from wandistiller.distributed.pieces import local
+
 
 class MovingAverage:
     """``average = decay * average + (1 - decay) * parameter`` after every step.
@@ -30,7 +32,8 @@ class MovingAverage:
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
         state = self._model.state_dict()
         for name, average in self.averages.items():
-            average.lerp_(state[name].to(average.device, torch.float32), weight)
+            # Of what is spread over ranks, each averages its piece.
+            local(average).lerp_(local(state[name]).to(average.device, torch.float32), weight)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

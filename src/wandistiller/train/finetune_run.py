@@ -10,17 +10,21 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from wandistiller.checkpoint.trained import write_lora, write_model, write_pipeline
+from wandistiller.checkpoint.trained import follow_model, write_lora, write_model, write_pipeline
 from wandistiller.config.placement import parse_resident
 from wandistiller.config.train import TrainConfig
 from wandistiller.data.cached_samples import CachedSamples, Randomness
 from wandistiller.data.encoded import EncodedData
+from wandistiller.distributed.parallel import Parallel
+from wandistiller.distributed.pieces import gather_to_host, local
 from wandistiller.distributed.ranks import Ranks, joined, read_ranks
+from wandistiller.distributed.sharding import Sharding
 from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.monitor import Monitor
-from wandistiller.memory.placement import Placed, Subject
+from wandistiller.memory.placement import Subject
+from wandistiller.memory.streaming import BlockStream
 from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.devices import DTYPES
@@ -38,11 +42,12 @@ from wandistiller.train.held_out import MeasureHeldOut
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
-from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises
+from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises, travels_in
 from wandistiller.train.remedies import find_remedies
-from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device
+from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.studio import Studio
 from wandistiller.train.transformer_data import encode_held_out, encode_training_data, folds_padding, open_samples
+from wandistiller.units import Bytes
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
 
@@ -65,6 +70,7 @@ class _Job:
 
     config: TrainConfig
     device: torch.device
+    parallel: Parallel
     pipeline: Pipeline
     part: str
     """Which part of the pipeline is trained."""
@@ -75,28 +81,46 @@ class _Job:
     """What the transformer's inputs are in."""
 
 
+@dataclass(frozen=True)
+class _Student:
+    """The model in its place."""
+
+    role: Role
+    num_bytes: Bytes
+    """Weights that this process has on its device."""
+    stream: BlockStream | None = None
+    """The streamed blocks, where they are."""
+    note: str = ""
+
+
 def run_train(config: TrainConfig) -> Trained:
     """Do the whole job."""
     job = _prepare(config)
+    with joined(job.device, needs_group=job.parallel.is_sharded) as ranks, ExitStack() as ends:
+        return _run(job, ranks, ends)
+
+
+def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
+    config = job.config
     assert config.model is not None and config.dataset_path is not None
     monitor = Monitor([job.device], lambda failure: find_remedies(config, job.transformer, job.device, failure))
-    with joined(job.device) as ranks, ExitStack() as ends:
-        data = encode_training_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
-        held_out = encode_held_out(config, config.model, job.device)
-        with monitor.phase("loading", "student"):
-            student, placed = _make_student(job, ends, folds=folds_padding(job.transformer.config, data))
-        return _train(job, ranks, monitor, student, placed, data, held_out, ends)
+    data = encode_training_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
+    held_out = encode_held_out(config, config.model, job.device)
+    with monitor.phase("loading", "student"):
+        student = _make_student(job, ranks, ends, folds=folds_padding(job.transformer.config, data))
+    return _train(job, ranks, monitor, student, data, held_out, ends)
 
 
 def _prepare(config: TrainConfig) -> _Job:
     config.check()
     assert config.model is not None
     device = prepare_device(config)
+    parallel = prepare_parallel(config)
     if read_ranks().world_size > 1 and config.placement == "offload" and not config.lora_rank:
         raise UsageError(
             "Ranks that train together cannot each offload all weights.",
             why="gradients leave for the host before ranks could exchange them.",
-            fix="Train adapters with --lora-rank, keep the weights on the cards, or start without torchrun.",
+            fix="Train adapters with --lora-rank, cut the weights into slices with --parallel fsdp, or start without torchrun.",
         )
     pipeline = find_pipeline(config.model, _PARTS)
     if not (pipeline.folder / "model_index.json").is_file():
@@ -113,6 +137,7 @@ def _prepare(config: TrainConfig) -> _Job:
     return _Job(
         config=config,
         device=device,
+        parallel=parallel,
         pipeline=pipeline,
         part=part,
         transformer=transformer,
@@ -138,8 +163,8 @@ def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]
     return ("transformer", boundary, 1.0) if config.expert == "high" else ("transformer_2", 0.0, boundary)
 
 
-def _make_student(job: _Job, ends: ExitStack, *, folds: bool) -> tuple[Role, Placed]:
-    """Build the model where it belongs: adapters, then compilation, then the activation policy, then the placement.
+def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, *, folds: bool) -> _Student:
+    """Build the model where it belongs: adapters, then compilation, then the activation policy, then placement or sharding.
 
     ``ends`` is told what to undo when the run is over.
     """
@@ -164,12 +189,19 @@ def _make_student(job: _Job, ends: ExitStack, *, folds: bool) -> tuple[Role, Pla
             block.forward = torch.compile(block.forward)
     if config.policy != "none" or config.activations_to_host:
         ends.callback(apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host).detach)
+    mesh = job.parallel.mesh(ranks, job.device)
+    if mesh is not None:
+        sharding = Sharding(model, blocks, mesh, travels_in(job.precision))
+        if subject.read is not None:
+            sharding.fill(subject.read, job.device)
+        slices = Bytes(sum(local(parameter).nbytes for parameter in model.parameters()))
+        return _Student(Role("student", model, is_trained=True, sharding=sharding), slices)
     resident = parse_resident(config.resident, "--resident")
     placement = choose_placement(config.placement, resident=resident, train=config.lora_rank == 0)
     placed = placement.attach(subject, job.device)
     if placed.stream is not None:
         ends.callback(placed.stream.close)
-    return Role("student", model, is_trained=True), placed
+    return _Student(Role("student", model, is_trained=True), placed.footprint.device, placed.stream, placed.note)
 
 
 def _random_subject(job: _Job) -> Subject:
@@ -186,19 +218,18 @@ def _train(
     job: _Job,
     ranks: Ranks,
     monitor: Monitor,
-    student: Role,
-    placed: Placed,
+    student: _Student,
     data: EncodedData,
     held_out: EncodedData | None,
     ends: ExitStack,
 ) -> Trained:
-    config = job.config
+    config, role = job.config, student.role
     samples = _samples(job, data)
     samples.preload()
     validation = _samples(job, held_out) if held_out is not None else None
     run = Run.over(samples.buckets, config, job.device, job.precision, ranks, monitor)
-    method = FlowMatching(student, dtype=job.dtype, pixels=_pixel_loss(job, data))
-    average = run.make_average(student)
+    method = FlowMatching(role, dtype=job.dtype, pixels=_pixel_loss(job, data))
+    average = run.make_average(role)
     callbacks: list[Callback] = []
     measure = None
     if validation is not None:
@@ -206,14 +237,14 @@ def _train(
         measure = MeasureHeldOut(method, validation, job.sigma, run.metrics, every=every, average=average)
         callbacks.append(measure)
     studio = Studio(config=config, pipeline=job.pipeline, vae=data.vae, device=job.device, dtype=job.dtype)
-    callbacks += studio.callbacks(run, student, samples, validation, average)
-    optimisations = {student.name: _make_optimisation(job, run, student, placed, ends)}
-    about = _describe(job, run, student, placed)
+    callbacks += studio.callbacks(run, role, samples, validation, average)
+    optimisations = {role.name: _make_optimisation(job, run, student, ends)}
+    about = _describe(job, run, student)
     stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about)
     output = None
     if stopped.signal is None:
         with monitor.phase("writing the result", "student"):
-            output = _write_result(job, ranks, student, average)
+            output = _write_result(job, ranks, role, average)
     return Trained(stopped.step, output, measure.losses if measure else {}, exit_code(stopped, ranks))
 
 
@@ -223,16 +254,17 @@ def _samples(job: _Job, data: EncodedData) -> CachedSamples:
     return open_samples(data, randomness, config, workers=job.config.workers, trims_text=folds_padding(config, data))
 
 
-def _make_optimisation(job: _Job, run: Run, student: Role, placed: Placed, ends: ExitStack) -> Optimises:
-    config, parameters = job.config, student.trained_parameters
+def _make_optimisation(job: _Job, run: Run, student: _Student, ends: ExitStack) -> Optimises:
+    config, role, stream = job.config, student.role, student.stream
+    parameters = role.trained_parameters
     betas = (config.beta1, config.beta2)
     options = run.optimiser_options(name=config.optimizer_name, betas=betas, rounding=config.rounding)
-    if placed.stream is not None and placed.stream.gradients is not None:
-        on_host = HostOptimisation(parameters, placed.stream, options, job.precision, job.device)
+    if stream is not None and stream.gradients is not None:
+        on_host = HostOptimisation(parameters, stream, options, job.precision, job.device)
         ends.callback(on_host.close)
         return on_host
     if config.cuda_graphs:
-        student.call = GraphedCalls(student.model, job.precision, job.device)
+        role.call = GraphedCalls(role.model, job.precision, job.device)
     return Optimisation(parameters, options, job.precision, job.device, keeps_gradients=config.cuda_graphs)
 
 
@@ -250,28 +282,31 @@ def _pixel_loss(job: _Job, data: EncodedData) -> PixelLoss | None:
     return PixelLoss(decode, job.config.pixel_loss_weight)
 
 
-def _describe(job: _Job, run: Run, student: Role, placed: Placed) -> list[str]:
-    count = sum(parameter.numel() for parameter in student.trained_parameters.values())
+def _describe(job: _Job, run: Run, student: _Student) -> list[str]:
+    count = sum(parameter.numel() for parameter in student.role.trained_parameters.values())
     what = f"adapters of rank {job.config.lora_rank}" if job.config.lora_rank else "all weights"
     about = [
-        f"Training {what} of the {job.part.replace('_', ' ')} ({count / 1e6:.1f} M parameters, {placed.footprint.device} of "
+        f"Training {what} of the {job.part.replace('_', ' ')} ({count / 1e6:.1f} M parameters, {student.num_bytes} of "
         f"weights on {job.device}) for {run.num_steps} steps of {run.samples_per_step} samples, {run.num_epochs:.1f} epochs"
     ]
-    return [*about, f"Placement {placed.note}"] if placed.note else about
+    return [*about, f"Placement {student.note}"] if student.note else about
 
 
 def _write_result(job: _Job, ranks: Ranks, student: Role, average: MovingAverage | None) -> Path:
     config = job.config
     target = config.output_dir / ("lora" if config.lora_rank else "model")
-    if ranks.is_first:
-        with in_use(average):
-            if config.lora_rank:
-                from peft import get_peft_model_state_dict
+    with in_use(average):
+        if config.lora_rank:
+            from peft import get_peft_model_state_dict
 
-                alpha = config.lora_alpha or config.lora_rank
-                write_lora(target, get_peft_model_state_dict(student.model), alpha=alpha, rank=config.lora_rank)
-            else:
-                write_pipeline(target, job.pipeline, {job.part: lambda path: write_model(path, student.model)})
+            adapters = gather_to_host(get_peft_model_state_dict(student.model))
+            if ranks.is_first:
+                write_lora(target, adapters, alpha=config.lora_alpha or config.lora_rank, rank=config.lora_rank)
+        elif ranks.is_first:
+            write_pipeline(target, job.pipeline, {job.part: lambda path: write_model(path, student.model)})
+        else:
+            follow_model(student.model)
+    if ranks.is_first:
         say(f"Wrote {target}")
     ranks.wait()
     return target

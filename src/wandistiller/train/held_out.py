@@ -54,9 +54,11 @@ class MeasureHeldOut(EverySoOften):
     def act(self, loop: Loop) -> None:
         sums = torch.zeros(len(QUANTILES) + 1, dtype=torch.float64)
         with in_use(self._average):
-            for index in range(loop.ranks.rank, self._count, loop.ranks.world_size):
-                sums[:-1] += self._errors(loop, index)
-                sums[-1] += 1
+            for index, counts in loop.ranks.turns(self._count):
+                errors = self._errors(loop, index)
+                if counts:
+                    sums[:-1] += errors
+                    sums[-1] += 1
         loop.ranks.mean(sums)
         means = (sums[:-1] / sums[-1]).tolist()
         named = {f"held_out/loss_at_{self._sigma.quantile(u):.2f}": value for u, value in zip(QUANTILES, means, strict=True)}

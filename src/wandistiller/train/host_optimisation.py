@@ -166,6 +166,9 @@ class HostOptimisation:
                 tensors |= {f"{kind}.{name}": block.piece(flat, index) for index, name in enumerate(block.names)}
         return tensors, {"rest": facts, "number": self._number}
 
+    def like(self, key: str) -> Tensor | None:
+        return None
+
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Take up a state again."""
         prefix = "rest."

@@ -7,7 +7,6 @@ that gave it.
 
 from __future__ import annotations
 
-import random
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +27,8 @@ from wandistiller.errors import TrainingError, shortened
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.method import Losses, Method, Turn
 from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
+from wandistiller.train.random_states import random_states, set_random_states
+from wandistiller.train.saves import Saves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Loop:
         """Those of the last step, for callbacks."""
         self._reader = reader
         self._plan = plan
-        self._states = states
+        self._saves = Saves(states, ranks) if states is not None else None
         self._callbacks = list(callbacks)
         self._recent: list[_Number] = []
         self._sums: dict[str, Tensor] = {}
@@ -117,9 +117,8 @@ class Loop:
 
     def run(self) -> Stopped:
         """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
-        with self._interrupts(), self._training_together():
+        with self._interrupts(), self._training_together(), self._saves or nullcontext():
             self._tell("started")
-            saved = None
             steps = load_steps(
                 self._reader,
                 self._plan,
@@ -139,10 +138,11 @@ class Loop:
                     self._tell("logged", values)
                 self._tell("stepped")
                 if self.options.save_every and self.step % self.options.save_every == 0:
-                    saved = self.save()
+                    self._save(goes_on=self.step < self.options.num_steps)
             self._check_losses()
             if self._saved_step != self.step:
-                saved = self.save()
+                self._save(goes_on=False)
+            saved = self._finish_saving()
             self._tell("ended")
         return Stopped(self.step, self._signal, saved)
 
@@ -152,18 +152,19 @@ class Loop:
         self._signal = self._signal or found or None  # one that came in the meantime is not forgotten
         return found > 0
 
-    def save(self) -> str | None:
-        """Write the state; rank 0 does, and the others wait for it."""
+    def _save(self, *, goes_on: bool) -> None:
+        """Write the state, all ranks together, and beside the next steps where there are some."""
         self._check_losses()
         self._saved_step = self.step
-        if self._states is None:
-            return None
-        generators = self.ranks.gather(_random_states(self.device))
-        path = None
-        if self.ranks.is_first:
-            path = str(self._states.save(self._state(generators)))
+        if self._saves is not None:
+            self._finish_saving()
+            self._saves.save(self._state(self.ranks.gather(random_states(self.device))), beside=goes_on)
+
+    def _finish_saving(self) -> str | None:
+        """Return where the last state is, once it is complete."""
+        path = self._saves.finish() if self._saves is not None else None
+        if path is not None and self.ranks.is_first:
             self._tell("saved", path)
-        self.ranks.wait()
         return path
 
     def load(self, state: TrainingState) -> None:
@@ -186,7 +187,17 @@ class Loop:
             callback.load(state.part(f"callbacks/{type(callback).__name__}"))
         generators = state.facts["generators"]
         # The random numbers last, because loading may draw some. With another number of ranks each takes one that is there.
-        _set_random_states(generators[self.ranks.rank % len(generators)], self.device)
+        set_random_states(generators[self.ranks.rank % len(generators)], self.device)
+
+    def like(self, name: str) -> Tensor | None:
+        """Return the weight that a tensor of a state belongs to, where it is cut into pieces: it is read in the same ones."""
+        kind, owner, key = name.split("/", 2)
+        if kind == "optimisers" and owner in self.optimisations:
+            return self.optimisations[owner].like(key)
+        if kind == "roles" and owner in self.method.roles:
+            return self.method.roles[owner].pieces.get(key)
+        found = (each.state().get(key) for each in self._callbacks if type(each).__name__ == owner)
+        return next(found, None)
 
     def _state(self, generators: list[Any]) -> TrainingState:
         tensors: dict[str, Tensor] = {}
@@ -205,18 +216,26 @@ class Loop:
     def _take_step(self, batches: list[Batch]) -> None:
         self.batches = batches
         total = self._plan.num_samples(self.position)
+        shardings = [role.sharding for role in self.method.roles.values() if role.sharding is not None]
         for turn in self.method.turns:
-            optimisation = self.optimisations[turn.role]
+            optimisation, acting = self.optimisations[turn.role], self.method.roles[turn.role]
             for number, batch in enumerate(batches):
                 batch.step = self.step
                 is_last = number == len(batches) - 1
+                for sharding in shardings:
+                    sharding.begin_losses()
                 with self._synchronising(turn, is_last=is_last):
-                    with autocast(self.options.precision, self.device):
+                    # Weights in 16 bits must not outlive the block that they were brought together for.
+                    with autocast(self.options.precision, self.device, caches=not shardings):
                         losses = turn.losses(batch)
                     self._note(turn, batch, losses)
-                    # Each sample counts the same, also in a batch that is not full. DDP divides by the number of ranks.
+                    # Each sample counts the same, also in a batch that is not full. Exchanges divide by the number of ranks.
                     share = batch.num_samples / total * self.ranks.world_size
+                    if acting.sharding is not None:
+                        acting.sharding.begin_backward(is_last=is_last, uses_all=acting.uses_all)
                     optimisation.backward(losses.total * share, is_last=is_last)
+                    if acting.sharding is not None:
+                        acting.sharding.end_backward(is_last=is_last)
             norm = optimisation.step(self.step).to(self.device)
             self._add(f"{turn.role}/gradient_norm", norm, 1)
             if self.options.precision != "fp16":  # in which a step whose gradients ran over is left out
@@ -232,7 +251,8 @@ class Loop:
 
         Whoever holds on to this also keeps the threads of the process group, and a process that ends with them may crash.
         """
-        shared = [role for role in self.method.roles.values() if role.is_trained and role.trained_parameters]
+        trained = [role for role in self.method.roles.values() if role.is_trained and role.trained_parameters]
+        shared = [role for role in trained if role.sharding is None]
         for role in shared if self.ranks.world_size > 1 else []:
             devices = [self.device] if self.device.type == "cuda" else None
             together = DistributedDataParallel(role.model, device_ids=devices, find_unused_parameters=not role.uses_all)
@@ -290,6 +310,7 @@ class Loop:
         first = min(place for place, _ in everyone)
         blamed = [number for place, numbers in everyone if place == first for number in numbers]
         if blamed:
+            self._finish_saving()  # a state from before is worth having, and all ranks are here
             number, names = blamed[0], [name for each in blamed for name in each.names]
             raise TrainingError(
                 f"The {number.what} of role '{number.role}' is {float(number.value)} at step {number.step + 1}, "
@@ -321,31 +342,3 @@ class Loop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of all global random numbers, as plain values."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
-    return states
-
-
-def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_bytes(states["torch"]))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(_bytes(states["cuda"]), device)
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()

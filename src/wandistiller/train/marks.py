@@ -47,11 +47,14 @@ class MeasureMarks(EverySoOften):
         marks = Marks()
         with in_use(self._average):
             for drawing in self._drawings:
-                mine = range(loop.ranks.rank, len(drawing.prompts), loop.ranks.world_size)
+                mine = loop.ranks.turns(len(drawing.prompts))
                 for start in range(0, len(mine), _AT_ONCE):
                     some = mine[start : start + _AT_ONCE]
-                    latents = draw(self._role.model, drawing, some, device=loop.device, precision=loop.options.precision)
-                    for index, pixels in zip(some, self._decode(list(latents)), strict=True):
+                    how = {"device": loop.device, "precision": loop.options.precision}
+                    latents = draw(self._role.model, drawing, [index for index, _ in some], **how)
+                    counting = [number for number, (_, counts) in enumerate(some) if counts]
+                    found = self._decode([latents[number] for number in counting])
+                    for index, pixels in zip((some[number][0] for number in counting), found, strict=True):
                         marks.add(judge(to_bytes(pixels), drawing.prompts[index]))
         counted = [counts[kind] for counts in (marks.right, marks.total) for kind in KINDS]
         sums = loop.ranks.mean(torch.tensor(counted, dtype=torch.float64)).tolist()

@@ -6,7 +6,9 @@ generator with a critic has two, each with its own optimiser, and one global ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
+from wandistiller.distributed.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,30 @@ class Role:
     uses_all: bool = True
     """Whether every trained parameter has a part in every call; of a VAE, the convolutions over time have none in a picture."""
     advice: Advice = Advice()
+    sharding: Sharding | None = None
+    """How its weights are spread over ranks, where they are."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.call or self.model)(*args, **kwargs)
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Let each rank have all of a small model's weights for as long, also outside of a call; all ranks ask together."""
+        return self.sharding.whole() if self.sharding is not None else nullcontext()
+
+    def frozen(self) -> AbstractContextManager[Any]:
+        """Let gradients pass through the model for as long without any for its own weights."""
+        return self.sharding.frozen() if self.sharding is not None else _frozen(self.model)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Those that an optimiser changes, by name."""
         named = self.model.named_parameters() if self.is_trained else ()
         return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    @functools.cached_property
+    def pieces(self) -> dict[str, Tensor]:
+        """The model's state by name, where it is cut into pieces: this rank's; else nothing."""
+        return dict(self.model.state_dict()) if self.sharding is not None else {}
 
     @property
     def saved_names(self) -> list[str]:
@@ -54,6 +72,15 @@ class Role:
         parameters = {name for name, _ in self.model.named_parameters()}
         buffers = [name for name in self.model.state_dict() if name not in parameters]
         return [*self.trained_parameters, *buffers]
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        model.requires_grad_(True)
 
 
 @dataclass

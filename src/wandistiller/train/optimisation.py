@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from wandistiller.distributed.pieces import by_kind, whole
 from wandistiller.train.optimisers import StochasticAdamW, make_optimiser
 from wandistiller.train.schedules import rate_factor
 
@@ -43,6 +44,12 @@ def autocast(precision: MixedPrecision, device: torch.device, *, caches: bool = 
     return torch.autocast(device.type, dtype=dtype, cache_enabled=caches)
 
 
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, over all ranks where each has a piece."""
+    norms = [whole(nn.utils.get_total_norm(kind)) for kind in by_kind(gradients)] or [nn.utils.get_total_norm([])]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
 class Optimises(Protocol):
     """What the loop needs of an optimiser, wherever its state is."""
 
@@ -55,7 +62,17 @@ class Optimises(Protocol):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
 
+    def like(self, key: str) -> Tensor | None:
+        """Return the weight that a tensor of the state belongs to, by the tensor's name; None where none is cut into pieces."""
+        ...
+
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
+
+
+def travels_in(precision: MixedPrecision) -> torch.dtype | None:
+    """Return the dtype that ranks bring slices of float32 weights together in, where it is another one."""
+    # Not for float16: its scaler takes slices or whole gradients, and some weights would stay whole.
+    return torch.bfloat16 if precision == "bf16" else None
 
 
 class Optimisation:
@@ -112,7 +129,9 @@ class Optimisation:
         self._scaler.unscale_(self.optimiser)
         stepped = [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
         limit = float("inf") if options.clip_norm is None else options.clip_norm
-        norm = nn.utils.clip_grad_norm_(stepped, limit)
+        norm = total_norm([parameter.grad for parameter in stepped if parameter.grad is not None])
+        for parameters in by_kind(stepped):
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self._scaler.step(self.optimiser)
         self._scaler.update()
         self.optimiser.zero_grad(set_to_none=not self._keeps_gradients)
@@ -135,6 +154,10 @@ class Optimisation:
                 target: dict[str, Any] = tensors if isinstance(value, Tensor) else values
                 target[f"state.{name}:{key}"] = value
         return tensors, {"values": values, "scaler": self._scaler.state_dict()}
+
+    def like(self, key: str) -> Tensor | None:
+        kind, _, rest = key.partition(".")
+        return self.parameters.get(rest if kind == "master" else rest.rpartition(":")[0])
 
     def _stepped(self) -> dict[str, nn.Parameter]:
         """Return what the optimiser works on, by the names of the weights."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wandistiller.distributed.pieces import by_kind, local, piece_number
 from wandistiller.errors import UsageError, nearest
 
 MakeOptimiser = Callable[[Sequence[nn.Parameter], float, float, tuple[float, float]], torch.optim.Optimizer]
@@ -43,7 +44,8 @@ def _adamw(
     parameters: Sequence[nn.Parameter], rate: float, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
     is_fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-    return torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=is_fused)
+    groups = [{"params": kind} for kind in by_kind(parameters)]
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, weight_decay=weight_decay, fused=is_fused)
 
 
 @register_optimiser("adafactor")
@@ -88,21 +90,25 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], index: int) -> None:
         assert parameter.grad is not None
-        state, gradient = self.state[parameter], parameter.grad.float()
+        state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(gradient) for _ in range(2))
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, dtype=torch.float32) for _ in range(2))
         state["step"] += 1
         step, (first, second) = int(state["step"].item()), group["betas"]
-        average = state["exp_avg"].lerp_(gradient, 1 - first)
-        square = state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        # Of what is spread over ranks, each updates its piece.
+        gradient, weights = local(parameter.grad).float(), local(parameter)
+        average = local(state["exp_avg"]).lerp_(gradient, 1 - first)
+        square = local(state["exp_avg_sq"]).mul_(second).addcmul_(gradient, gradient, value=1 - second)
         spread = (square / (1 - second**step)).sqrt_().add_(group["eps"])
-        value = parameter.float().mul_(1 - group["lr"] * group["weight_decay"])
+        value = weights.float().mul_(1 - group["lr"] * group["weight_decay"])
         value.addcdiv_(average, spread, value=-group["lr"] / (1 - first**step))
-        if parameter.dtype == torch.bfloat16:
-            # Seeded by the step and the parameter, so that a resumed run rounds as an uninterrupted one.
-            value = round_stochastically(value, self._generator(parameter.device, step * 1_000_003 + index))
-        parameter.copy_(value)
+        if weights.dtype == torch.bfloat16:
+            # Seeded by the step, the parameter and the piece, so that a resumed run rounds as an uninterrupted one, and
+            # ranks with the same piece round it alike.
+            number = step * 1_000_003 + index + piece_number(parameter) * 2**40
+            value = round_stochastically(value, self._generator(parameter.device, number))
+        weights.copy_(value)
 
     def _generator(self, device: torch.device, number: int) -> torch.Generator:
         generator = self._generators.setdefault(device, torch.Generator(device))

@@ -17,7 +17,7 @@ from wandistiller.data.cached_samples import CachedSamples, Randomness
 from wandistiller.data.encoded import EncodedData
 from wandistiller.data.prompt_samples import PromptSamples
 from wandistiller.data.prompt_texts import PromptTexts
-from wandistiller.data.teacher_records import RecordPlan, Records, RecordSamples, TeacherRecords, record_draws
+from wandistiller.data.teacher_records import RecordPlan, Records, RecordSamples, TeacherRecords, Way, record_draws
 from wandistiller.distributed.ranks import Ranks, read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.models.devices import find_dtype
@@ -26,7 +26,7 @@ from wandistiller.models.sizes import usual_size
 from wandistiller.models.text_padding import can_fold_padding
 from wandistiller.train.distill_job import DistillJob
 from wandistiller.train.rollout import roll_out
-from wandistiller.train.teacher import ServedTeacher, Teaches
+from wandistiller.train.teacher import ServedTeacher, TeacherInStep, Teaches
 from wandistiller.train.transformer_data import encode_training_data, folds_padding, open_samples
 
 
@@ -108,7 +108,8 @@ def ask_once(job: DistillJob, questions: Questions, teacher: Teaches | None, ran
     records = TeacherRecords((config.cache_dir or config.output_dir / "cache") / "teacher" / plan.name, plan)
     # Rank 0 alone, where it alone has the teacher.
     asked = teacher if not isinstance(teacher, ServedTeacher) else teacher.alone()
-    records.fill(partial(_ask, job, questions, asked), ranks, together=not isinstance(teacher, ServedTeacher))
+    way: Way = "first" if isinstance(teacher, ServedTeacher) else "in_step" if isinstance(teacher, TeacherInStep) else "shared"
+    records.fill(partial(_ask, job, questions, asked), ranks, way)
     texts: Callable[[int], Tensor] = questions.samples.text
     return RecordSamples(records, questions.samples.buckets[0], texts)
 

@@ -8,6 +8,8 @@ import torch
 
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
+from wandistiller.distributed.parallel import choose_parallel
+from wandistiller.distributed.ranks import read_ranks
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.models.stored import StoredModel
@@ -26,6 +28,9 @@ def find_remedies(config: TrainConfig, transformer: StoredModel, device: torch.d
     if is_full:
         fixed += count * width + count * (8 if config.optimizer_name == "adamw" else 2)
         fixed += count * 4 if width == 2 and config.rounding == "masters" else 0
+    ranks = read_ranks()
+    slices = choose_parallel(config.parallel, config.shard_size, ranks).shard_size if config.is_sharded else 1
+    fixed //= slices
     held = failure.in_use + (failure.asked or 0)
     activations = max(held - fixed, 0)
     found: list[Remedy] = []
@@ -44,15 +49,18 @@ def find_remedies(config: TrainConfig, transformer: StoredModel, device: torch.d
                 slowdown=1.05,
             )
         )
-    if is_full and config.optimizer_name == "adamw":
+    if ranks.world_size > 1 and not config.is_sharded and config.placement == "gpu" and config.optimizer_name == "adamw":
+        saves = Bytes(fixed * (ranks.world_size - 1) // ranks.world_size)
+        found.append(Remedy(changes={"parallel": "fsdp"}, saves=saves, slowdown=1.1, why="a slice of the model on each card"))
+    if is_full and config.optimizer_name == "adamw" and not config.is_sharded:
         found.append(Remedy(changes={"optimizer": "adamw8bit"}, saves=Bytes(count * 6), slowdown=1.03))
     if is_full and config.weights_dtype == "float32":
         change = {"weights_dtype": "bfloat16", "rounding": "stochastic"}
-        found.append(Remedy(changes=change, saves=Bytes(count * 4), why="weights and gradients in 16 bits"))
+        found.append(Remedy(changes=change, saves=Bytes(count * 4 // slices), why="weights and gradients in 16 bits"))
     if is_full:
-        saves = Bytes(fixed - count * width)
+        saves = Bytes(fixed - count * width // slices)
         found.append(Remedy(changes={"lora_rank": 32}, saves=saves, why="adapters beside frozen weights"))
-    elif config.placement == "gpu":
+    elif config.placement == "gpu" and not config.is_sharded:
         layers = transformer.config["num_layers"]
         saves = Bytes(fixed * (layers - 2) // layers)
         found.append(Remedy(changes={"placement": "offload"}, saves=saves, slowdown=1.05, why="weights in host memory"))

@@ -16,6 +16,7 @@ from wandistiller.data.batches import BatchPlan, StepPlan
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.loader import SampleReader
 from wandistiller.distributed.failures import is_rank
+from wandistiller.distributed.parallel import Parallel, choose_parallel
 from wandistiller.distributed.ranks import Ranks, rank_device, read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.files import check_can_write
@@ -44,6 +45,11 @@ def prepare_device(config: TrainingConfig) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def prepare_parallel(config: TrainingConfig) -> Parallel:
+    """Find out how ranks train together, and check that they can; nothing is loaded."""
+    return choose_parallel(config.parallel, config.shard_size, read_ranks())
 
 
 def choose_precision(config: TrainingConfig, device: torch.device, weights: torch.dtype = torch.float32) -> MixedPrecision:
@@ -190,7 +196,7 @@ def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_di
             why="going on from the older one would leave two histories in one folder.",
             fix=f"Copy {path.name} and give another --output-dir, or move the newer ones away.",
         )
-    loop.load(load_state(path))
+    loop.load(load_state(path, loop.like))
     if loop.ranks.is_first:
         say(f"Going on from {path}, step {loop.step}")
 

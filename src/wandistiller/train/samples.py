@@ -40,11 +40,12 @@ class DrawSamples(EverySoOften):
 
     def act(self, loop: Loop) -> None:
         drawing = self._drawing
-        mine = range(loop.ranks.rank, len(drawing.prompts), loop.ranks.world_size)
+        turns = loop.ranks.turns(len(drawing.prompts))
         how = {"device": loop.device, "precision": loop.options.precision}
         with in_use(self._average):
             # One at a time: users' models fill the card.
-            latents = [draw(self._role.model, drawing, [index], **how)[0] for index in mine]
+            drawn = [(index, counts, draw(self._role.model, drawing, [index], **how)[0]) for index, counts in turns]
+        mine, latents = ([each[place] for each in drawn if each[1]] for place in (0, 2))
         for index, pixels in zip(mine, self._decode(latents), strict=True):
             settings = {"prompt": drawing.prompts[index], "step": loop.step, "seed": drawing.seed, "steps": drawing.num_steps}
             name = f"{index:02d}-{_slug(drawing.prompts[index])}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,14 +47,34 @@ class Teacher:
         self._device = device
         self._dtype = dtype
 
+    def experts_for(self, sigma: Tensor) -> list[int]:
+        """Return which expert each sample of a batch is for."""
+        return [self._experts.index_at(NUM_TIMESTEPS * value) for value in sigma.tolist()]
+
     @torch.no_grad()
-    def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
+    def answer(
+        self,
+        noisy: Tensor,
+        sigma: Tensor,
+        text: Tensor,
+        *,
+        scale: float = 1.0,
+        blocks: Sequence[int] = (),
+        also: Collection[int] = (),
+    ) -> Answer:
+        """Answer; experts in ``also`` compute something too, whether or not this batch is for them."""
         # Of a batch that lies on both sides of the boundary each expert gets its own.
-        experts = [self._experts.index_at(NUM_TIMESTEPS * value) for value in sigma.tolist()]
-        if len(set(experts)) == 1:
-            return self._ask(noisy, sigma, text, scale, blocks)
-        parts = [[i for i, each in enumerate(experts) if each == expert] for expert in sorted(set(experts))]
-        answers = [self._ask(noisy[rows], sigma[rows], text[rows], scale, blocks) for rows in parts]
+        experts = self.experts_for(sigma)
+        if {*experts, *also} == {experts[0]}:
+            return self._ask(experts[0], noisy, sigma, text, scale, blocks)
+        parts, answers = [], []
+        for expert in sorted({*experts, *also}):
+            rows = [i for i, each in enumerate(experts) if each == expert]
+            some = rows or [0]
+            answer = self._ask(expert, noisy[some], sigma[some], text[some], scale, blocks)
+            if rows:
+                parts.append(rows)
+                answers.append(answer)
         order = torch.tensor([i for rows in parts for i in rows]).argsort()
 
         def together(tensors: list[Tensor]) -> Tensor:
@@ -66,8 +86,8 @@ class Teacher:
     def release(self) -> None:
         self._experts.release()
 
-    def _ask(self, noisy: Tensor, sigma: Tensor, text: Tensor, scale: float, blocks: Sequence[int]) -> Answer:
-        model = self._experts.at(NUM_TIMESTEPS * float(sigma[0]))
+    def _ask(self, expert: int, noisy: Tensor, sigma: Tensor, text: Tensor, scale: float, blocks: Sequence[int]) -> Answer:
+        model = self._experts.expert(expert)
         with tapped(model, blocks) as features:
             velocity = self._call(model, noisy, sigma, text)
             kept = list(features)
@@ -102,6 +122,21 @@ def tapped(model: nn.Module, blocks: Sequence[int]) -> Iterator[list[Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class TeacherInStep:
+    """Answers from weights of which every rank holds a slice: all ranks must ask at the same time, and use the same experts."""
+
+    def __init__(self, teacher: Teacher, ranks: Ranks) -> None:
+        self._teacher = teacher
+        self._ranks = ranks
+
+    def release(self) -> None:
+        self._teacher.release()
+
+    def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
+        wanted = {expert for each in self._ranks.gather(self._teacher.experts_for(sigma)) for expert in each}
+        return self._teacher.answer(noisy, sigma, text, scale=scale, blocks=blocks, also=wanted)
 
 
 class ServedTeacher:

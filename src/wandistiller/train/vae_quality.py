@@ -56,7 +56,7 @@ class MeasureReconstructions(EverySoOften):
         names = ["psnr", "ssim", *(["lpips"] if self._perceptual is not None else [])]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64)
         shown: list[tuple[Tensor, Tensor]] = []
-        with in_use(self._average):
+        with in_use(self._average), self._role.whole():
             for index in range(loop.ranks.rank, self._count, loop.ranks.world_size):
                 wanted = self._samples.pixels(index)[None].to(loop.device)
                 found = reconstruct(cast(VaePass, self._role.model), wanted, loop)

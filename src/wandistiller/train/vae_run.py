@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan
 
-from wandistiller.checkpoint.trained import write_model
+from wandistiller.checkpoint.trained import follow_model, write_model
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.encode import plan_buckets
 from wandistiller.data.pixel_samples import PixelSamples
 from wandistiller.data.sources import assign_buckets, open_source, refuse
+from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
+from wandistiller.distributed.sharding import Sharding
 from wandistiller.files import complete_or_absent
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.monitor import Monitor
@@ -35,7 +37,7 @@ from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
-from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device
+from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.vae_quality import MeasureReconstructions
 from wandistiller.units import Bytes
 
@@ -58,6 +60,7 @@ class _Job:
 
     config: TrainVaeConfig
     device: torch.device
+    parallel: Parallel
     vae: StoredModel
     precision: MixedPrecision
     samples: PixelSamples
@@ -68,7 +71,7 @@ def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
     """Do the whole job."""
     job = _prepare(config)
     monitor = Monitor([job.device], lambda failure: _find_remedies(config, failure))
-    with joined(job.device) as ranks:
+    with joined(job.device, needs_group=job.parallel.is_sharded) as ranks:
         return _train(job, ranks, monitor)
 
 
@@ -76,6 +79,7 @@ def _prepare(config: TrainVaeConfig) -> _Job:
     config.check()
     assert config.model is not None and config.dataset_path is not None
     device = prepare_device(config)
+    parallel = prepare_parallel(config)
     vae = inspect_checkpoint(find_part(config.model, "vae"), VAE)
     buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect)
     if config.use_lpips:
@@ -83,6 +87,7 @@ def _prepare(config: TrainVaeConfig) -> _Job:
     return _Job(
         config=config,
         device=device,
+        parallel=parallel,
         vae=vae,
         precision="fp16" if config.use_fp16 else choose_precision(config, device),
         samples=_open(config, config.dataset_path, buckets, mirror=config.mirror),
@@ -104,6 +109,11 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
     config = job.config
     with monitor.phase("loading", "vae"):
         vae, critic = _make_roles(job)
+        mesh = job.parallel.mesh(ranks, job.device)
+        for role in (vae, critic) if mesh is not None else ():
+            # In one piece: a VAE's layers are called for every frame, and a critic is differentiated twice.
+            if role is not None:
+                role.sharding = Sharding(role.model, (), mesh)
     perceptual: Perceptual | None = None
     if config.use_lpips:
         with monitor.phase("loading", "perceptual"):
@@ -145,9 +155,8 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
     output = None
     if stopped.signal is None:
         output = config.output_dir / "vae"
-        if ranks.is_first:
-            with monitor.phase("measuring the latents", "vae"), in_use(average):
-                _write_result(job, vae, output)
+        with monitor.phase("measuring the latents", "vae"), in_use(average):
+            _write_result(job, ranks, vae, output)
         ranks.wait()
     return TrainedVae(stopped.step, output, measure.quality if measure else {}, exit_code(stopped, ranks))
 
@@ -206,12 +215,17 @@ def _optimisation(run: Run, role: Role) -> Optimisation:
 
 
 @torch.no_grad()
-def _write_result(job: _Job, role: Role, output: Path) -> None:
+def _write_result(job: _Job, ranks: Ranks, role: Role, output: Path) -> None:
     """Measure the latents' mean and std by channel, write them into the configuration, and save."""
     vae_pass = role.model
     assert isinstance(vae_pass, VaePass)
-    mean, std = measure_latents(vae_pass.vae, job.samples, job.config.statistics_samples, job.device)
-    vae_pass.vae.register_to_config(latents_mean=mean, latents_std=std)
+    with role.whole():
+        if ranks.is_first:
+            mean, std = measure_latents(vae_pass.vae, job.samples, job.config.statistics_samples, job.device)
+            vae_pass.vae.register_to_config(latents_mean=mean, latents_std=std)
+    if not ranks.is_first:
+        follow_model(vae_pass.vae)
+        return
     with complete_or_absent(output) as partial:
         write_model(partial, vae_pass.vae)
     say(f"Wrote {output}")

@@ -67,7 +67,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, optimiser, 
     rest = make_loop(tmp_path, steps=8, method=ToyMethod(dropout=0.3), resume=True, **options)
     assert rest.step == 4
     torch.rand(7)  # whatever else the process drew before it resumed
-    rest.load(load_state(rest._states.newest()))
+    rest.load(load_state(rest._saves.states.newest()))
     rest.run()
     assert equal(weights_of(rest), weights_of(straight))
     averages = [loop._callbacks[-1].average.averages for loop in (rest, straight)]
@@ -132,7 +132,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_batch_named(tmp_path, save_e
     loop = make_loop(tmp_path, steps=5, batch_size=1, reader=ToyReader(5, bad=2), log_every=100, save_every=save_every)
     with pytest.raises(TrainingError, match=r"is nan at step \d, on sample-2"):
         loop.run()
-    newest = loop._states.newest()
+    newest = loop._saves.states.newest()
     if newest is not None:  # what was saved is from before
         assert all(torch.isfinite(value).all() for value in load_state(newest).tensors.values())
 
@@ -172,7 +172,7 @@ def test_what_is_not_finite_is_blamed_on_its_role_before_anything_is_saved(tmp_p
     with pytest.raises(TrainingError, match=message) as caught:
         loop.run()
     assert fix in caught.value.fix
-    newest = loop._states.newest()
+    newest = loop._saves.states.newest()
     assert newest.name == "step-00000002"
     assert all(torch.isfinite(value).all() for value in load_state(newest).tensors.values())
 
@@ -210,7 +210,7 @@ def test_a_state_of_another_training_is_refused(tmp_path):
     other = make_loop(tmp_path, steps=4)
     other.method.student.model[0].bias.requires_grad_(False)
     with pytest.raises(TrainingError, match=r"another training: 0\.bias"):
-        other.load(load_state(other._states.newest()))
+        other.load(load_state(other._saves.states.newest()))
 
 
 def test_clipping_limits_the_norm_of_all_gradients():

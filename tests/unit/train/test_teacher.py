@@ -21,9 +21,9 @@ class Shelf:
     def index_at(self, timestep):
         return 0 if self.boundary is None or timestep >= self.boundary * 1000 else 1
 
-    def at(self, timestep):
-        self.asked.append(self.index_at(timestep))
-        return self.models[self.asked[-1]]
+    def expert(self, index):
+        self.asked.append(index)
+        return self.models[index]
 
     def keep_up(self):
         pass
@@ -72,6 +72,14 @@ def test_each_expert_gets_its_own_side_of_the_boundary(models, question):
         torch.testing.assert_close(answer.velocity[row], alone[0], rtol=1e-4, atol=1e-5)
     assert shelf.asked == [0, 1], "each is loaded once"
     assert len(answer.features) == 2 and answer.features[0].shape[0] == 3
+
+
+def test_an_expert_that_others_ask_computes_along_and_changes_nothing(models, question):
+    shelf = Shelf(models, boundary=0.1)
+    teacher = Teacher(shelf, torch.zeros(16, 32), device=CPU, dtype=torch.float32)
+    answer = teacher.answer(*question, also={1})
+    assert shelf.asked == [0, 1]
+    torch.testing.assert_close(answer.velocity, direct(models[0], *question))
 
 
 def test_taps_collect_in_order_and_leave_no_trace(models, question):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.nn.functional as functional
-from torch import Tensor, nn
+from torch import Tensor
 
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.loader import Batch
@@ -148,7 +147,7 @@ class VaeTraining:
         if self._critic is not None:
             self._fakes.setdefault(batch.position, []).append((wanted.detach(), found.detach()))
             if batch.step >= weights.adversarial_start:
-                with _untrained(self._critic.model):
+                with self._critic.frozen():
                     word = hinge_generator(self._critic.model(found).float())
                 scale = self._scale(closeness, word, batch.num_samples)
                 metrics |= {"adversarial": word, "adversarial_weight": scale}
@@ -162,7 +161,8 @@ class VaeTraining:
         would spectral norms that follow the critic in every call.
         """
         if self._critic is not None:
-            cast(PatchCritic, self._critic.model).update_norms()
+            with self._critic.whole():
+                cast(PatchCritic, self._critic.model).update_norms()
         if self._gradients:
             count = ranks.mean(torch.tensor(float(self._num_noted)))
             for_closeness, for_word = (ranks.mean(gradient.cpu()) / count for gradient in self._gradients)
@@ -197,13 +197,3 @@ class VaeTraining:
                 small = functional.interpolate(frames, shape, mode="bilinear", antialias=True)
                 found.append(small.unflatten(0, (pixels.shape[0], -1)).transpose(1, 2))
         return found
-
-
-@contextmanager
-def _untrained(model: nn.Module) -> Iterator[None]:
-    """Let gradients pass through a model without any for its own weights."""
-    model.requires_grad_(False)
-    try:
-        yield
-    finally:
-        model.requires_grad_(True)

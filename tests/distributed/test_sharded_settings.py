@@ -1,0 +1,81 @@
+"""Everything that a card can be told works on slices too: precisions, adapters, policies, compilation, teachers."""
+
+import functools
+import json
+import os
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+
+from wandistiller.api import distill, train
+
+SIZE = {"width": 32, "height": 32, "max_aspect": 1.0, "frames": (1,), "learning_rate": 1e-3, "log_every": 1, "workers": 0}
+TRAIN = {"model": "tiny", "dataset_path": "world:12:1x32x32", "num_steps": 4, **SIZE}
+SETTINGS = {
+    "masters": {"weights_dtype": "bfloat16", "activation_policy": "full"},
+    "stochastic": {"weights_dtype": "bfloat16", "rounding": "stochastic"},
+    "fp16": {"mixed_precision": "fp16"},
+    "compiled": {"mixed_precision": "bf16", "torch_compile": True},
+    "adapters": {"lora_rank": 4, "weights_dtype": "bfloat16"},
+    "recomputed": {"activation_policy": "selective", "activations_to_host": True},
+    "seen": {"held_out": "world-heldout:3:1x32x32", "judge_samples": 3, "sample_every": 4, "use_ema": True, "sample_steps": 2},
+}
+TEACH = {"teacher_path": "tiny", "num_steps": 3, **SIZE}
+TEACHERS = {
+    "live": {"dataset_path": "world:12:1x32x32", "feature_weight": 0.5},
+    "trajectories": {"data_path": "world:6:1x32x32", "num_prompts": 6, "rollout_steps": 3, "rollout_batch": 2},
+    "kept": {"dataset_path": "world:6:1x32x32", "cache_teacher": True, "rollout_batch": 2, "teacher_draws": 2},
+}
+
+
+def jobs(command, options, cases, folder):
+    # The compiler's work is the same as ever; whether blocks can be compiled at all is seen without its last step.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    for number, (name, case) in enumerate(cases.items()):
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + number)
+        command(**{**options, **case, "output_dir": folder / name})
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Return the folders of all runs on two ranks with slices, and on one."""
+    folder = tmp_path_factory.mktemp("settings")
+    for name, ranks, how in (("two", 2, {"parallel": "fsdp"}), ("one", 1, {})):
+        (folder / name).mkdir()
+        run_ranks(ranks, jobs, train, {**TRAIN, **how, "batch_size": 4 // ranks}, SETTINGS, folder / name, folder=folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_slices_train_as_a_card_does(both, name):
+    found, expected = (lines(both / ranks / name) for ranks in ("two", "one"))
+    # In 16 bits the sum over ranks rounds otherwise than the sum over a batch, and stochastic rounding draws otherwise.
+    rel = 2e-2 if SETTINGS[name].get("weights_dtype") or "mixed_precision" in SETTINGS[name] else 1e-4
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        for key in theirs.keys() - {"seconds_per_step", "time", "memory/host_gb"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=rel, abs=1e-5), (name, theirs["step"], key)
+
+
+def test_slices_draw_the_same_pictures(both):
+    pictures = [sorted((both / ranks / "seen" / "samples").rglob("*.png")) for ranks in ("two", "one")]
+    assert [path.name for path in pictures[0]] == [path.name for path in pictures[1]]
+
+
+def test_a_teacher_in_slices_says_the_same(tmp_path, two_expert_folder):
+    """Also of two experts, and where the questions cannot be shared out evenly."""
+    cases = {**TEACHERS, "experts": {**TEACHERS["kept"], "teacher_path": str(two_expert_folder)}}
+    sharded = {"teacher_device_strategy": "sharded"}
+    for name, ranks, how in (("two", 2, sharded), ("both", 2, {**sharded, "parallel": "fsdp"}), ("one", 1, {})):
+        (tmp_path / name).mkdir()
+        options = {**TEACH, **how, "batch_size": 4 // ranks}
+        run_ranks(ranks, jobs, distill, options, cases, tmp_path / name, folder=tmp_path / name)
+    for name in cases:
+        expected = [line["loss"] for line in lines(tmp_path / "one" / name)]
+        for way in ("two", "both"):
+            assert [line["loss"] for line in lines(tmp_path / way / name)] == pytest.approx(expected, rel=1e-4), (name, way)

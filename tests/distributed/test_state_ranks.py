@@ -1,0 +1,179 @@
+"""States and results of ranks with slices: killed at any moment, complete or absent; in several files, the same model."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import WanTransformer3DModel
+from helpers import ranks as helper
+from helpers.ranks import run_ranks
+from helpers.toy_training import ToyMethod, make_loop, weights_of
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from wandistiller.checkpoint import formats
+from wandistiller.checkpoint.trained import follow_model, write_model
+from wandistiller.checkpoint.training_state import TrainingStates, is_complete, load_state
+from wandistiller.distributed.parallel import Parallel
+from wandistiller.distributed.pieces import gather_to_host, local
+from wandistiller.distributed.ranks import joined
+from wandistiller.distributed.sharding import Sharding
+from wandistiller.memory.subjects import stored_subject
+from wandistiller.models.load import load_model
+from wandistiller.models.sizes import SIZES
+from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
+from wandistiller.train.across_ranks import AcrossRanks
+
+CPU = torch.device("cpu")
+STEPS = 60
+
+
+def toy(folder, ranks, steps=STEPS, **options):
+    """Return a loop whose model is in slices."""
+    method = ToyMethod(dropout=0.2)
+    model = method.student.model
+    mesh = Parallel("fsdp", ranks.world_size).mesh(ranks, CPU)
+    method.student.sharding = Sharding(model, [model[0]], mesh)
+    loop = make_loop(folder, steps=steps, method=method, ranks=ranks, log_every=7, **options)
+    newest = loop._saves.states.newest() if folder is not None else None
+    if newest is not None:
+        loop.load(load_state(newest, loop.like))
+    return loop
+
+
+def train(folder):
+    with joined(CPU, needs_group=True) as ranks:
+        loop = toy(folder / "states", ranks, save_every=1)
+        loop.run()
+        weights = gather_to_host(weights_of(loop))
+        if ranks.is_first:
+            torch.save(weights, folder / "weights.pt")
+
+
+def straight(folder):
+    with joined(CPU, needs_group=True) as ranks:
+        loop = toy(None, ranks)
+        loop.run()
+        weights = gather_to_host(weights_of(loop))
+        if ranks.is_first:
+            torch.save(weights, folder / "straight.pt")
+
+
+def test_ranks_killed_in_the_middle_of_saving_go_on_from_a_complete_state(tmp_path):
+    """One of two is killed, the other ends in its own way or is killed too; every state that counts is whole."""
+    run_ranks(2, straight, tmp_path, folder=tmp_path)
+    rng, context, kills = random.Random(0), multiprocessing.get_context("fork"), 0
+    while not (tmp_path / "weights.pt").exists():
+        port = helper.free_port()
+        tasks = [(rank, 2, port, tmp_path / f"rank-{rank}.log", train, (tmp_path,)) for rank in range(2)]
+        processes = [context.Process(target=helper.run_rank, args=task) for task in tasks]
+        for process in processes:
+            process.start()
+        if kills < 8:
+            time.sleep(rng.uniform(0.3, 1.2))
+            kills += 1
+            for process in rng.sample(processes, 2):
+                os.kill(process.pid, signal.SIGKILL)
+                time.sleep(rng.uniform(0, 0.02))
+        for process in processes:
+            process.join(60)
+        for path in (tmp_path / "states").glob("step-*"):
+            assert is_complete(path) or not (path / "state.json").exists()
+    assert kills == 8
+    found, expected = (torch.load(tmp_path / name) for name in ("weights.pt", "straight.pt"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def export(folder):
+    with joined(CPU, needs_group=True) as ranks:
+        torch.manual_seed(0)
+        model = WanTransformer3DModel(**SIZES["tiny"].transformer)
+        Sharding(model, list(model.blocks), Parallel("hsdp", 2).mesh(ranks, CPU))
+        if ranks.is_first:
+            write_model(folder / "model", model)
+        else:
+            follow_model(model)
+        # DCP's own way to the whole is another one than ours.
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if ranks.is_first:
+            torch.save(whole, folder / "whole.pt")
+
+
+def test_slices_are_written_as_one_model_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "MAX_SHARD_BYTES", 200_000)
+    run_ranks(4, export, tmp_path, folder=tmp_path)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["_class_name"] == "WanTransformer3DModel"
+    found = WanTransformer3DModel.from_pretrained(tmp_path / "model").state_dict()
+    expected = torch.load(tmp_path / "whole.pt")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+    torch.manual_seed(0)
+    start = WanTransformer3DModel(**SIZES["tiny"].transformer).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in start.items())
+
+
+def slices(folder):
+    with joined(CPU, needs_group=True) as ranks:
+        stored = inspect_checkpoint(folder, TRANSFORMER)
+        mesh = Parallel("fsdp", ranks.world_size).mesh(ranks, CPU)
+        subject, placement = stored_subject(stored, torch.bfloat16), AcrossRanks(mesh)
+        total = sum(each.nbytes for each in subject.model.parameters())
+        largest = max(sum(each.nbytes for each in block.parameters()) for block in subject.blocks)
+        predicted = placement.predict(subject, CPU)
+        assert placement.attach(subject, CPU).footprint == predicted
+        mine = sum(local(each).nbytes for each in subject.model.parameters())
+        assert mine == pytest.approx(total / ranks.world_size, rel=0.05)
+        rest = total - sum(sum(each.nbytes for each in block.parameters()) for block in subject.blocks)
+        buffers = sum(each.nbytes for each in subject.model.buffers())
+        assert predicted.device == pytest.approx(mine + 2 * largest + rest + buffers, rel=0.02)
+        generator = torch.Generator().manual_seed(ranks.rank)  # each rank asks something else
+        noisy, text = torch.randn(1, 8, 1, 8, 8, generator=generator), torch.randn(1, 4, 32, generator=generator)
+        question = noisy.bfloat16(), torch.tensor([300.0]), text.bfloat16()
+        with torch.no_grad():
+            expected = load_model(stored, dtype=torch.bfloat16)(*question, return_dict=False)[0]
+            for _ in range(2):
+                assert torch.equal(subject.model(*question, return_dict=False)[0], expected)
+        assert all(isinstance(each, DTensor) for each in subject.model.parameters()), "nothing stays whole"
+
+
+def test_a_frozen_model_in_slices_takes_what_was_predicted_and_says_the_same(tiny_folder, tmp_path):
+    run_ranks(4, slices, tiny_folder / "transformer", folder=tmp_path)
+
+
+def traffic(folder):
+    with joined(CPU, needs_group=True) as ranks:
+        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+        calls, reduce = [], getattr(dist, name)
+        setattr(dist, name, lambda *args, **kwargs: calls.append(1) or reduce(*args, **kwargs))
+        toy(None, ranks, steps=2, accumulation=3).run()
+        assert len(calls) == 2 * 2, "one for the block and one for the rest, in each step"
+
+
+def test_gradients_travel_with_the_last_batch_of_a_step_alone(tmp_path):
+    run_ranks(2, traffic, tmp_path, folder=tmp_path)
+
+
+def resume(folder, steps, how):
+    with joined(CPU, needs_group=True) as ranks:
+        if how == "slices":
+            toy(folder, ranks, steps).run()
+        else:
+            loop = make_loop(folder, steps=steps, method=ToyMethod(dropout=0.2), ranks=ranks, log_every=7, resume=True)
+            loop.run()
+
+
+def test_whole_and_slices_have_the_same_state(tmp_path):
+    """Each goes on from the other's, and a state is the same whoever wrote it: names, shapes, values."""
+    for name, first, second in (("a", "slices", "whole"), ("b", "whole", "slices")):
+        run_ranks(2, resume, tmp_path / name, 3, first, folder=tmp_path)
+        run_ranks(2, resume, tmp_path / name, 6, second, folder=tmp_path)
+    ours, others = (load_state(TrainingStates(tmp_path / name, 1).newest()).tensors for name in ("a", "b"))
+    assert ours.keys() == others.keys()
+    for name, value in others.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
