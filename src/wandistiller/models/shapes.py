@@ -39,9 +39,10 @@ class Shapes:
     size: Size
     """What such models are usually sampled with."""
 
-    @property
-    def width(self) -> int:
-        return self.size.width
+    @classmethod
+    def of(cls, vae: Config, *transformers: Config) -> Shapes:
+        """Return the shapes of models at hand; the text encoder is of no concern."""
+        return cls(source="", transformers=transformers, vae=vae, text_encoder=None, size=usual_size(vae))
 
     def text_encoder_model(self) -> nn.Module | None:
         """Return the text encoder on the meta device."""

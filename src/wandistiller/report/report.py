@@ -48,7 +48,7 @@ def run_report(config: ReportConfig, predicted: Mapping[str, Bytes] | None = Non
         num_shown=config.num_shown,
         how=_describe(jobs, prompts),
         commands=_commands(config, run, artists[-1], prompts, size),
-        predicted=predicted,
+        predicted=predicted or run.predicted,
     )
     with complete_or_absent(config.target) as partial:
         partial.write_text(build_page(content), encoding="utf-8")

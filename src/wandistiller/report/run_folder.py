@@ -82,6 +82,16 @@ class RunFolder:
         return self.config.command
 
     @property
+    def predicted(self) -> dict[str, Bytes]:
+        """What the run said beforehand that it would use, by place; nothing where it said nothing."""
+        file = self.folder / "plan.json"
+        if not file.is_file():
+            return {}
+        content = json.loads(file.read_text(encoding="utf-8"))
+        place = "host" if content["device"] == "cpu" else content["device"]
+        return {place: Bytes(content["predicted"]["in_use"])}
+
+    @property
     def model(self) -> Path:
         return self.folder / "model"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,13 +22,16 @@ from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.estimates import Phase
 from wandistiller.memory.experts import Experts
+from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placement
 from wandistiller.memory.shared_host import ranks_here
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
 from wandistiller.models.devices import DTYPES
+from wandistiller.models.shapes import Shapes
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
 from wandistiller.train.across_ranks import AcrossRanks
@@ -42,6 +45,8 @@ from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
+from wandistiller.train.predicted import largest
+from wandistiller.train.prediction import distill_work
 from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.runs import Run, exit_code
@@ -220,13 +225,26 @@ def _train(
     options = run.optimiser_options(name=config.optimizer_name, betas=(config.beta1, config.beta2))
     optimisation = Optimisation(role.trained_parameters, options, job.precision, job.device, keeps_gradients=config.cuda_graphs)
     about = _describe(job, run, student)
-    stopped = run.train(method, {role.name: optimisation}, samples, average=average, callbacks=callbacks, about=about)
+    foresee = _foresee(job, samples, teacher) if run.can_be_foreseen else None
+    optimisations = {role.name: optimisation}
+    stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
     output = None
     if stopped.signal is None:
         with monitor.phase("writing the result", "student"):
             output = _write_result(job, ranks, student, average, adapter)
     marks = next((look.shares for look in looks if isinstance(look, MeasureMarks)), {})
     return Distilled(stopped.step, output, measure.losses if measure else {}, marks, exit_code(stopped, ranks))
+
+
+def _foresee(job: DistillJob, samples: Any, teacher: Teaches | None) -> Callable[[Hardware], Phase]:
+    shapes = Shapes.of(job.vae.config, job.teacher_config)
+
+    def make(hardware: Hardware) -> Phase:
+        work = distill_work(job.config, shapes, job.plan.config, hardware, largest(samples.buckets))
+        is_asked = teacher is not None and not job.config.is_stored
+        return (work if is_asked else replace(work, teacher=None)).phase(hardware)
+
+    return make
 
 
 def _stretches(job: DistillJob) -> Stretches | None:

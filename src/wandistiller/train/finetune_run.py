@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from wandistiller.distributed.sharding import Sharding
 from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.estimates import Phase
+from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.streaming import BlockStream
@@ -31,6 +34,7 @@ from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline, find_pipeline
+from wandistiller.models.shapes import Shapes
 from wandistiller.models.stored import TRANSFORMER, StoredModel, inspect_checkpoint, stays_in_float32
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
@@ -43,6 +47,8 @@ from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises, travels_in
+from wandistiller.train.predicted import largest
+from wandistiller.train.prediction import train_work
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.studio import Studio
@@ -240,12 +246,20 @@ def _train(
     callbacks += studio.callbacks(run, role, samples, validation, average)
     optimisations = {role.name: _make_optimisation(job, run, student, ends)}
     about = _describe(job, run, student)
-    stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about)
+    foresee = _foresee(job, student, data, samples) if run.can_be_foreseen else None
+    stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
     output = None
     if stopped.signal is None:
         with monitor.phase("writing the result", "student"):
             output = _write_result(job, ranks, role, average)
     return Trained(stopped.step, output, measure.losses if measure else {}, exit_code(stopped, ranks))
+
+
+def _foresee(job: _Job, student: _Student, data: EncodedData, samples: CachedSamples) -> Callable[[Hardware], Phase]:
+    name = "offload" if student.stream is not None and job.config.placement == "auto" else job.config.placement
+    config = replace(job.config, placement="gpu" if name == "auto" else name)
+    shapes = Shapes.of(data.vae.config, job.transformer.config)
+    return lambda hardware: train_work(config, shapes, hardware, largest(samples.buckets)).phase(hardware)
 
 
 def _samples(job: _Job, data: EncodedData) -> CachedSamples:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +22,11 @@ from wandistiller.models.shapes import Shapes
 from wandistiller.models.student_config import read_student_config
 from wandistiller.units import Bytes
 
+Pixels = tuple[int, int, int]
+"""Frames, height and width of samples."""
 
-def pixel_shape(config: TransformerTrainingConfig, shapes: Shapes) -> tuple[int, int, int]:
+
+def pixel_shape(config: TransformerTrainingConfig, shapes: Shapes) -> Pixels:
     """Return frames, height and width of the largest samples."""
     world = next((spec for spec in (config.dataset_path, getattr(config, "data_path", None)) if spec and _is_world(spec)), None)
     if world is not None:
@@ -33,34 +38,36 @@ def pixel_shape(config: TransformerTrainingConfig, shapes: Shapes) -> tuple[int,
 
 def predict_train(config: TrainConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train`` takes."""
-    transformer = shapes.transformers[-1 if config.expert == "low" else 0]
-    latents = latent_shape(shapes.vae, pixel_shape(config, shapes))
+    work = train_work(config, shapes, hardware, pixel_shape(config, shapes))
+    training = work.phase(hardware, num_steps=config.num_steps or 1000)
+    count = sum(each.numel() for each in work.student.trained)
+    disk = (Item("student", "states", "disk", _state_bytes(count, config)), Item("student", "result", "disk", Bytes(4 * count)))
+    return Estimate(phases=(*encoding_phases(config, shapes, hardware), training), disk=disk)
+
+
+def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels) -> Training:
+    """Return the training itself, on samples of a size."""
     weights = DTYPES[config.weights_dtype]
-    is_lora = config.lora_rank > 0
     student = Use(
         name="student",
-        config=transformer,
-        latent_shape=latents,
+        config=shapes.transformers[-1 if config.expert == "low" else 0],
+        latent_shape=latent_shape(shapes.vae, pixels),
         batch_size=config.batch_size,
         dtype=weights,
-        trains="adapters" if is_lora else "everything",
-        adapters=Adapters(config.lora_rank, config.lora_targets) if is_lora else None,
+        trains="adapters" if config.lora_rank else "everything",
+        adapters=Adapters(config.lora_rank, config.lora_targets) if config.lora_rank else None,
         precision=precision_of(config, hardware, weights),
         policy=config.policy,
         to_host=config.activations_to_host,
         is_compiled=config.torch_compile,
     )
-    work = Training(
+    return Training(
         student=student,
         placing=Placing(name=config.placement, resident=0 if config.resident == "auto" else int(config.resident)),
         optimiser=OptimiserChoice(config.optimizer_name, config.rounding),
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
     )
-    training = work.phase(hardware, num_steps=config.num_steps or 1000)
-    count = sum(each.numel() for each in student.trained)
-    disk = (Item("student", "states", "disk", _state_bytes(count, config)), Item("student", "result", "disk", Bytes(4 * count)))
-    return Estimate(phases=(*encoding_phases(config, shapes, hardware), training), disk=disk)
 
 
 def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
@@ -72,51 +79,58 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
         height, width = plan.image_size
     if not config.frames and plan.num_frames is not None:
         frames = plan.num_frames
-    latents = latent_shape(shapes.vae, (frames, height, width))
-    student = Use(
-        name="student",
-        config=plan.config,
-        latent_shape=(plan.config["in_channels"], *latents[1:]),
-        batch_size=config.batch_size,
-        dtype=torch.float32,
-        trains="everything",
-        precision=precision_of(config, hardware, torch.float32),
-        policy=config.policy,
-        to_host=config.activations_to_host,
-        is_compiled=config.torch_compile,
-    )
-    name = "gpu" if config.strategy in ("gpu0", "auto") else config.strategy
-    resident = 0 if config.teacher_resident == "auto" else int(config.teacher_resident)
-    placing = Placing(name=name, resident=resident, eight_bit=config.teacher_dtype == "float8")
-    teacher = Use(
-        name="teacher",
-        config=shapes.transformers[0],
-        latent_shape=latents,
-        batch_size=config.rollout_batch if config.noisy_source == "trajectories" else config.batch_size,
-        dtype=_teacher_dtype(config, hardware),
-        is_streamed=placing.is_streamed,
-    )
-    passes = 2 if config.guidance_scale > 1 else 1
+    work = distill_work(config, shapes, plan.config, hardware, (frames, height, width))
     phases = [*encoding_phases(config, shapes, hardware)]
     if config.is_stored:
-        asking = Passes(use=teacher, placing=placing, passes=passes)
+        assert work.teacher is not None
+        asking = Passes(use=work.teacher, placing=work.teacher_placing, passes=work.teacher_passes)
         phases.append(asking.phase(hardware, name="asking the teacher", num_steps=config.rollout_steps))
-    work = Training(
-        student=student,
-        optimiser=OptimiserChoice(config.optimizer_name),
-        averages=config.use_ema,
-        accumulation=config.gradient_accumulation,
-        teacher=None if config.is_stored else teacher,
-        teacher_placing=placing,
-        teacher_passes=passes,
-    )
+        work = replace(work, teacher=None)
     training = work.phase(hardware, num_steps=config.num_steps or 1000)
     count = plan.num_parameters()
     disk = [Item("student", "states", "disk", _state_bytes(count, config)), Item("student", "result", "disk", Bytes(4 * count))]
     if config.is_stored:
         records = (config.num_prompts or 1) * config.rollouts_per_prompt * config.rollout_steps
-        disk.append(Item("teacher", "records", "disk", Bytes(8 * records * torch.Size(latents).numel())))
+        latents = torch.Size(work.student.latent_shape).numel()
+        disk.append(Item("teacher", "records", "disk", Bytes(8 * records * latents)))
     return Estimate(phases=(*phases, training), disk=tuple(disk))
+
+
+def distill_work(
+    config: DistillConfig, shapes: Shapes, student: Mapping[str, Any], hardware: Hardware, pixels: Pixels
+) -> Training:
+    """Return the training itself, on samples of a size, with the teacher asked in each step."""
+    latents = latent_shape(shapes.vae, pixels)
+    name = "gpu" if config.strategy in ("gpu0", "auto", "sharded") else config.strategy
+    resident = 0 if config.teacher_resident == "auto" else int(config.teacher_resident)
+    placing = Placing(name=name, resident=resident, eight_bit=config.teacher_dtype == "float8")
+    return Training(
+        student=Use(
+            name="student",
+            config=student,
+            latent_shape=(student["in_channels"], *latents[1:]),
+            batch_size=config.batch_size,
+            dtype=torch.float32,
+            trains="everything",
+            precision=precision_of(config, hardware, torch.float32),
+            policy=config.policy,
+            to_host=config.activations_to_host,
+            is_compiled=config.torch_compile,
+        ),
+        optimiser=OptimiserChoice(config.optimizer_name),
+        averages=config.use_ema,
+        accumulation=config.gradient_accumulation,
+        teacher=Use(
+            name="teacher",
+            config=shapes.transformers[0],
+            latent_shape=latents,
+            batch_size=config.rollout_batch if config.noisy_source == "trajectories" else config.batch_size,
+            dtype=_teacher_dtype(config, hardware),
+            is_streamed=placing.is_streamed,
+        ),
+        teacher_placing=placing,
+        teacher_passes=2 if config.guidance_scale > 1 else 1,
+    )
 
 
 def encoding_phases(config: TransformerTrainingConfig, shapes: Shapes, hardware: Hardware) -> list[Phase]:

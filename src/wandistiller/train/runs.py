@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from wandistiller.distributed.parallel import Parallel, choose_parallel
 from wandistiller.distributed.ranks import Ranks, rank_device, read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.files import check_can_write
+from wandistiller.memory.estimates import Phase
+from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.models.devices import find_device
 from wandistiller.terminal import say
@@ -31,6 +34,7 @@ from wandistiller.train.memory_watch import WatchMemory
 from wandistiller.train.method import Method, Role
 from wandistiller.train.metrics import ShowProgress, WriteMetrics
 from wandistiller.train.optimisation import MixedPrecision, OptimiserOptions, Optimises
+from wandistiller.train.predicted import predict
 
 
 def prepare_device(config: TrainingConfig) -> torch.device:
@@ -98,6 +102,11 @@ class Run:
         )
 
     @property
+    def can_be_foreseen(self) -> bool:
+        """Whether what it will take is known beforehand: of one process, without recorded computations."""
+        return self.ranks.world_size == 1 and not self.config.cuda_graphs
+
+    @property
     def samples_per_step(self) -> int:
         """Samples that a full step takes, over all ranks."""
         return self.config.batch_size * self.plan.batches_per_step
@@ -134,8 +143,12 @@ class Run:
         average: MovingAverage | None,
         callbacks: Sequence[Callback] = (),
         about: Sequence[str] = (),
+        foresee: Callable[[Hardware], Phase] | None = None,
     ) -> Stopped:
-        """Take all steps from the start or the state to resume from; ``about`` is said on rank 0 before the first."""
+        """Take all steps from the start or the state to resume from; ``about`` is said on rank 0 before the first.
+
+        ``foresee`` says what the training will take, which is told before the first step, and against what it took at the end.
+        """
         config = self.config
         first: list[Callback] = [KeepAverage(average)] if average is not None else []
         states = TrainingStates(config.output_dir / "states", config.keep)
@@ -169,8 +182,17 @@ class Run:
             write_config(config.output_dir / "run.toml", config, config.command)
             for line in about:
                 say(line)
+        predicted = predict(foresee, self.device) if foresee is not None and self.ranks.is_first else None
+        if predicted is not None:
+            say(predicted.line())
+            predicted.save(config.output_dir)
+        since, started = loop.step, time.perf_counter()
         with self.monitor.phase("training", next(iter(method.roles))):
             stopped = loop.run()
+        if predicted is not None and loop.step > since:
+            seconds = (time.perf_counter() - started) / (loop.step - since)
+            say(predicted.outcome(self.monitor, seconds))
+            predicted.save(config.output_dir, self.monitor, seconds)
         if self.ranks.is_first and self.device.type != "cpu":
             say("Memory by phase: " + "; ".join(self.monitor.summary()))
         return stopped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.files import complete_or_absent
 from wandistiller.memory.advice import Remedy
+from wandistiller.memory.estimates import Phase
+from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
@@ -37,7 +39,9 @@ from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
+from wandistiller.train.predicted import largest
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
+from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.train.vae_quality import MeasureReconstructions
 from wandistiller.units import Bytes
 
@@ -151,6 +155,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
         about=[
             f"Training a VAE of {count / 1e6:.2f} M parameters for {run.num_steps} steps of {run.plan.num_samples(0)} samples"
         ],
+        foresee=_foresee(job) if run.can_be_foreseen else None,
     )
     output = None
     if stopped.signal is None:
@@ -159,6 +164,11 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
             _write_result(job, ranks, vae, output)
         ranks.wait()
     return TrainedVae(stopped.step, output, measure.quality if measure else {}, exit_code(stopped, ranks))
+
+
+def _foresee(job: _Job) -> Callable[[Hardware], Phase]:
+    work = VaeStep(config=job.config, vae=job.vae.config, shape=largest(job.samples.buckets), precision=job.precision)
+    return work.phase
 
 
 def _make_roles(job: _Job) -> tuple[Role, Role | None]:

@@ -1,0 +1,106 @@
+"""What a run says beforehand that it will take, and at its end what it took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from wandistiller.data.buckets import Bucket
+from wandistiller.memory.estimates import Phase
+from wandistiller.memory.hardware import Hardware, detect
+from wandistiller.memory.monitor import Monitor
+from wandistiller.terminal import say
+from wandistiller.units import Bytes
+
+FILE = "plan.json"
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    """Return the machine as a run on this device sees it."""
+    found = detect()
+    return found if device.type == "cuda" else Hardware(card=None, num_cards=0, host_memory=found.host_memory)
+
+
+def predict(make: Callable[[Hardware], Phase], device: torch.device) -> Predicted | None:
+    """Return a prediction made now; a run goes on without one where that fails, and says why."""
+    try:
+        return Predicted.of(make(hardware_of(device)), device)
+    except Exception as error:  # noqa: BLE001 - a nicety must not cost anybody a run
+        say(f"There is no prediction of memory for this run: {type(error).__name__}: {error}")
+        return None
+
+
+def largest(buckets: Iterable[Bucket | None]) -> tuple[int, int, int]:
+    """Return frames, height and width of the largest samples."""
+    found = {bucket for bucket in buckets if bucket is not None}
+    bucket = max(found, key=lambda each: each.frames * each.height * each.width)
+    return bucket.frames, bucket.height, bucket.width
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The training of a run as it was predicted."""
+
+    phase: Phase
+    device: torch.device
+    base: Bytes
+    """What the process has taken already, where the device is the host."""
+
+    @classmethod
+    def of(cls, phase: Phase, device: torch.device) -> Predicted:
+        """Return a prediction made now."""
+        return cls(phase, device, Bytes(0 if device.type == "cuda" else psutil.Process().memory_info().rss))
+
+    @property
+    def total(self) -> Bytes:
+        """What the process will hold of the device."""
+        return self.phase.reserved if self.device.type == "cuda" else Bytes(self.base + self.phase.peak)
+
+    def line(self) -> str:
+        """Say it in a line."""
+        parts: dict[str, int] = {}
+        for item in self.phase.items:
+            if item.where == "device":
+                parts[item.kind] = parts.get(item.kind, 0) + item.size
+        largest = sorted(parts.items(), key=lambda part: -part[1])[:4]
+        about = ", ".join(f"{kind} {Bytes(size)}" for kind, size in largest)
+        time = f", {self.phase.seconds:.2g} s a step" if self.device.type == "cuda" else ""
+        return f"Predicted: at most {self.total} on {self.device} ({about}){time}"
+
+    def outcome(self, monitor: Monitor, seconds: float | None) -> str:
+        """Say what was measured."""
+        time = "" if seconds is None else f", {seconds:.2g} s a step"
+        return f"Measured: {self.measured(monitor)} on {self.device}{time}; predicted were {self.total}"
+
+    def measured(self, monitor: Monitor) -> Bytes:
+        """Return the most that the process held of the device while training."""
+        seen = [
+            memory.reserved if self.device.type == "cuda" else memory.peak
+            for (phase, device), memory in monitor.peaks.items()
+            if phase == "training" and device == str(self.device)
+        ]
+        return max(seen, default=Bytes(0))
+
+    def save(self, folder: Path, monitor: Monitor | None = None, seconds: float | None = None) -> None:
+        """Write both into a run's folder."""
+        content: dict[str, Any] = {
+            "device": str(self.device),
+            "predicted": {
+                "bytes": int(self.total),
+                "in_use": int(self.base + self.phase.peak),
+                "seconds_per_step": self.phase.seconds if self.device.type == "cuda" else None,
+                "items": [
+                    {"role": item.role, "kind": item.kind, "where": item.where, "bytes": int(item.size)}
+                    for item in self.phase.items
+                ],
+            },
+        }
+        if monitor is not None:
+            content["measured"] = {"bytes": int(self.measured(monitor)), "seconds_per_step": seconds}
+        (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

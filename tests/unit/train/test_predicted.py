@@ -1,0 +1,50 @@
+"""What a run says beforehand and at its end, and that a prediction that fails costs nobody a run."""
+
+import json
+
+import torch
+
+from wandistiller.data.buckets import Bucket
+from wandistiller.memory.estimates import Item, Phase
+from wandistiller.memory.monitor import DeviceMemory, Monitor
+from wandistiller.train.predicted import Predicted, largest, predict
+from wandistiller.units import Bytes
+
+CARD = torch.device("cuda", 0)
+PHASE = Phase(
+    name="training",
+    items=(Item("student", "weights", "device", Bytes(2**30)), Item("student", "weights", "page-locked", Bytes(2**32))),
+    peak=Bytes(3 * 2**30),
+    reserved=Bytes(4 * 2**30),
+    seconds=1.5,
+)
+
+
+def monitor_of(reserved):
+    monitor = Monitor([])
+    zero = Bytes(0)
+    for phase, size in (("loading", 9), ("training", reserved)):
+        monitor.peaks[(phase, "cuda:0")] = DeviceMemory(zero, Bytes(size * 2**30), zero, zero, zero)
+    return monitor
+
+
+def test_both_are_told_and_kept(tmp_path):
+    predicted = Predicted(PHASE, CARD, Bytes(0))
+    assert predicted.line() == "Predicted: at most 4.0 GiB on cuda:0 (weights 1.0 GiB), 1.5 s a step"
+    assert predicted.outcome(monitor_of(5), 2.0) == "Measured: 5.0 GiB on cuda:0, 2 s a step; predicted were 4.0 GiB"
+    predicted.save(tmp_path, monitor_of(5), 2.0)
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["predicted"]["bytes"] == 4 * 2**30 and found["predicted"]["in_use"] == 3 * 2**30
+    assert found["measured"] == {"bytes": 5 * 2**30, "seconds_per_step": 2.0}
+
+
+def test_a_prediction_that_fails_is_said_and_nothing_more(capsys):
+    def fail(hardware):
+        raise ValueError("no such shape")
+
+    assert predict(fail, torch.device("cpu")) is None
+    assert "no such shape" in capsys.readouterr().err
+
+
+def test_the_largest_samples_count():
+    assert largest([None, Bucket(1, 64, 96), Bucket(9, 32, 48), Bucket(1, 64, 96)]) == (9, 32, 48)
