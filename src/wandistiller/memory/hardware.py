@@ -139,12 +139,15 @@ def find_card(name: str) -> Card:
     return max(matches, key=lambda card: len(card.name))
 
 
-def detect() -> Hardware:
-    """Read what this machine has; rates of a card that is not in the table are measured in moments."""
+def detect(*, measures: bool = True) -> Hardware:
+    """Read what this machine has; the bus and rates of a card that is not in the table are measured in moments.
+
+    Without ``measures`` nothing is tried, for when there is no memory to try it in: what is not known is as usual.
+    """
     from wandistiller.memory.monitor import device_memory
     from wandistiller.memory.rates import copy_rate, matmul_rate
 
-    cpu = matmul_rate(torch.device("cpu"), torch.float32)
+    cpu = matmul_rate(torch.device("cpu"), torch.float32) if measures else 2e11
     host = available_host_memory()
     if not torch.cuda.is_available():
         return Hardware(card=None, num_cards=0, host_memory=host, host_flops=cpu)
@@ -154,7 +157,7 @@ def detect() -> Hardware:
     try:
         card = replace(find_card(name), memory=memory.total)
     except UsageError:
-        rate = matmul_rate(device, torch.bfloat16)
+        rate = matmul_rate(device, torch.bfloat16) if measures else 1e14
         card = replace(
             _published(name, memory.total / GIB / 0.985, rate / 0.78e12, 1000.0), memory=memory.total, is_measured=True
         )
@@ -163,7 +166,7 @@ def detect() -> Hardware:
         num_cards=torch.cuda.device_count(),
         free=Bytes(memory.free + memory.reserved),
         host_memory=host,
-        bus_rate=copy_rate(device),
+        bus_rate=copy_rate(device) if measures else 25e9,
         host_flops=cpu,
     )
 

@@ -83,7 +83,8 @@ def run_distill(config: DistillConfig) -> Distilled:
 
 def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     config = job.config
-    monitor = Monitor([job.device], lambda failure: find_distill_remedies(config, failure))
+    shapes = Shapes.of(job.vae.config, job.teacher_config)
+    monitor = Monitor([job.device], lambda failure: find_distill_remedies(config, shapes, job.plan.config, failure))
     questions = open_questions(job)
     assert config.teacher_path is not None
     held_out = encode_held_out(config, config.teacher_path, job.device)

@@ -35,7 +35,7 @@ from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.shapes import Shapes
-from wandistiller.models.stored import TRANSFORMER, StoredModel, inspect_checkpoint, stays_in_float32
+from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint, stays_in_float32
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
 from wandistiller.train.adapters import add_adapters
@@ -109,7 +109,7 @@ def run_train(config: TrainConfig) -> Trained:
 def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     config = job.config
     assert config.model is not None and config.dataset_path is not None
-    monitor = Monitor([job.device], lambda failure: find_remedies(config, job.transformer, job.device, failure))
+    monitor = Monitor([job.device], lambda failure: find_remedies(config, _shapes(job), failure))
     data = encode_training_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
     held_out = encode_held_out(config, config.model, job.device)
     with monitor.phase("loading", "student"):
@@ -253,6 +253,11 @@ def _train(
         with monitor.phase("writing the result", "student"):
             output = _write_result(job, ranks, role, average)
     return Trained(stopped.step, output, measure.losses if measure else {}, exit_code(stopped, ranks))
+
+
+def _shapes(job: _Job) -> Shapes:
+    vae = inspect_checkpoint(job.config.vae_checkpoint or job.pipeline.part("vae"), VAE)
+    return Shapes.of(vae.config, job.transformer.config)
 
 
 def _foresee(job: _Job, student: _Student, data: EncodedData, samples: CachedSamples) -> Callable[[Hardware], Phase]:

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from wandistiller.config.train import TrainConfig
 from wandistiller.memory.out_of_memory import Failure
+from wandistiller.models.shapes import Shapes
+from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
 from wandistiller.train.remedies import find_remedies
 from wandistiller.units import Bytes
@@ -19,12 +20,13 @@ def propose(tiny_folder, monkeypatch):
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
     stored = inspect_checkpoint(tiny_folder / "transformer", TRANSFORMER)
+    shapes = Shapes.of(SIZES["tiny"].vae, stored.config)
 
     def find(**options):
-        config = TrainConfig(model="tiny", dataset_path="world", **options)
+        config = TrainConfig(model="tiny", dataset_path="world:9:1x64x64", **options)
         config.check()
         failure = Failure("device", Bytes(10**6), in_use=Bytes(10**9))
-        found = find_remedies(config, stored, torch.device("cuda"), failure)
+        found = find_remedies(config, shapes, failure)
         for remedy in found:
             replace(config, **remedy.changes).check()
         return {name: remedy.saves for remedy in found for name in remedy.changes}, stored.num_parameters
@@ -34,7 +36,7 @@ def propose(tiny_folder, monkeypatch):
 
 def test_ranks_with_the_whole_model_can_share_it(propose):
     found, count = propose()
-    assert found["parallel"] == 16 * count * 3 // 4
+    assert found["parallel"] == pytest.approx(16 * count * 3 / 4, rel=0.01)
 
 
 SLICES = [{"parallel": "fsdp"}, {"parallel": "hsdp", "shard_size": 2}, {"parallel": "fsdp", "lora_rank": 4}]
@@ -46,4 +48,5 @@ def test_ranks_with_slices_are_offered_what_goes_with_slices(propose, options):
     assert not {"parallel", "optimizer", "placement"} & found.keys()
     slices = options.get("shard_size", 4)
     if "lora_rank" in found:
-        assert found["lora_rank"] == pytest.approx(12 * count / slices, rel=0.01)
+        # Gradients and two moments; a part of it is the allocator's rounding, and adapters of rank 32 come on top.
+        assert 0.3 * 12 * count / slices < found["lora_rank"] < 12 * count / slices
