@@ -18,9 +18,9 @@ SIZE = {"width": 32, "height": 32, "max_aspect": 1.0, "learning_rate": 1e-3, "lo
 PICTURES = {"dataset_path": "world:12:1x32x32", "frames": (1,)}
 CRITIC = {"gan_training": True, "critic_width": 4, "gan_start": 1, "r1_interval": 4, "kl_beta": 1e-2, "statistics_samples": 2}
 JOBS = {
-    "train": (train, {"model": "tiny", **PICTURES, **SIZE, "use_ema": True}),
-    "distill": (distill, {"teacher_path": "tiny", **PICTURES, **SIZE, "feature_weight": 0.5}),
-    "train-vae": (train_vae, {"model": "tiny", **PICTURES, **SIZE, **CRITIC, "clip_norm": 0.5, "learning_rate": 1e-4}),
+    "train": (train, {"model": "tiny-random", **PICTURES, **SIZE, "use_ema": True}),
+    "distill": (distill, {"teacher_path": "tiny-random", **PICTURES, **SIZE, "feature_weight": 0.5}),
+    "train-vae": (train_vae, {"model": "tiny-random", **PICTURES, **SIZE, **CRITIC, "clip_norm": 0.5, "learning_rate": 1e-4}),
 }
 FSDP, DDP = {"parallel": "fsdp"}, {"parallel": "ddp"}
 HSDP = {"parallel": "hsdp", "shard_size": 2}
@@ -148,7 +148,7 @@ folder = Path(sys.argv[1])
 size = ["--width", "32", "--height", "32", "--frames", "1", "--max_aspect", "1", "--workers", "0", "--num_steps", "3"]
 data = ["--dataset_path", "world:8:1x32x32", "--parallel", "hsdp", "--shard_size", "2", *size, "--output_dir", folder / "two"]
 how = ["--teacher_device_strategy", "sharded", "--learning_rate", "1e-3", "--mixed_precision", "bf16"]
-flags = [str(flag) for flag in ("distill", "--teacher_path", "tiny", *data, *how)]
+flags = [str(flag) for flag in ("distill", "--teacher_path", "tiny-random", *data, *how)]
 assert main(flags) == 0
 threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
 assert not [name for name in threads if "gloo" in name], threads
@@ -162,7 +162,7 @@ def test_a_command_under_torchrun(tmp_path):
     assert "2 ranks cannot be split into groups of 3" in done.stderr, done.stderr
     assert "FSDP2-wrapped" not in done.stderr and "torch.distributed is disabled" not in done.stderr
     options = {**SIZE, "num_steps": 3, "batch_size": 2, "mixed_precision": "bf16", "dataset_path": "world:8:1x32x32"}
-    distill(teacher_path="tiny", frames=(1,), **options, output_dir=tmp_path / "one")
+    distill(teacher_path="tiny-random", frames=(1,), **options, output_dir=tmp_path / "one")
     found, expected = weights(tmp_path / "two"), weights(tmp_path / "one")
     for name, value in expected.items():
         # Processes whose sets and hashes are in different orders exchange the gradients of the same weights all the same.
@@ -181,4 +181,4 @@ def test_a_command_under_torchrun(tmp_path):
 )
 def test_what_cannot_be_is_said_before_anything_is_loaded(tmp_path, options, message):
     with pytest.raises(UsageError, match=message):
-        train(model="tiny", **PICTURES, **SIZE, **options, output_dir=tmp_path)
+        train(model="tiny-random", **PICTURES, **SIZE, **options, output_dir=tmp_path)

@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks
 from wandistiller.api import distill, train
 
 SIZE = {"width": 32, "height": 32, "max_aspect": 1.0, "frames": (1,), "learning_rate": 1e-3, "log_every": 1, "workers": 0}
-TRAIN = {"model": "tiny", "dataset_path": "world:12:1x32x32", "num_steps": 4, **SIZE}
+TRAIN = {"model": "tiny-random", "dataset_path": "world:12:1x32x32", "num_steps": 4, **SIZE}
 SETTINGS = {
     "masters": {"weights_dtype": "bfloat16", "activation_policy": "full"},
     "stochastic": {"weights_dtype": "bfloat16", "rounding": "stochastic"},
@@ -21,7 +21,7 @@ SETTINGS = {
     "recomputed": {"activation_policy": "selective", "activations_to_host": True},
     "seen": {"held_out": "world-heldout:3:1x32x32", "judge_samples": 3, "sample_every": 4, "use_ema": True, "sample_steps": 2},
 }
-TEACH = {"teacher_path": "tiny", "num_steps": 3, **SIZE}
+TEACH = {"teacher_path": "tiny-random", "num_steps": 3, **SIZE}
 TEACHERS = {
     "live": {"dataset_path": "world:12:1x32x32", "feature_weight": 0.5},
     "trajectories": {"data_path": "world:6:1x32x32", "num_prompts": 6, "rollout_steps": 3, "rollout_batch": 2},
