@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from wandistiller.config.train_vae import TrainVaeConfig
-from wandistiller.memory.estimates import Passes, Placing, Training, margin
+from wandistiller.memory.estimates import margin
 from wandistiller.memory.hardware import H200, Hardware, detect
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.other_uses import Decoding
+from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, Use
+from wandistiller.memory.works import Passes, Training
 from wandistiller.models.sizes import SIZES
 from wandistiller.plan.trial import Work, try_out
 from wandistiller.train.vae_prediction import VaeStep

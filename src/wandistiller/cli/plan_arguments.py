@@ -29,7 +29,7 @@ def parse_plan(flags: Sequence[str], parse: Callable[[str, Sequence[str]], Any])
     command, rest = flags[0], list(flags[1:])
     if command not in PLANNED:
         raise UsageError(f"There is no plan for '{command}'{nearest(command, PLANNED)}", fix=f"Plan {', '.join(PLANNED)}.")
-    own, job_flags = _split(rest, clashes=command)
+    own, job_flags = _split(rest)
     options = parse_flags(PlanConfig, own, PlanConfig(), f"wandistiller plan {command}")
     job: CommandConfig = parse(command, job_flags)
     given = _given(job_flags, job)
@@ -39,7 +39,7 @@ def parse_plan(flags: Sequence[str], parse: Callable[[str, Sequence[str]], Any])
     return PlanRequest(command=command, job=dataclasses.replace(job, **stand_ins), given=given, options=options)
 
 
-def _split(flags: Sequence[str], clashes: str) -> tuple[list[str], list[str]]:
+def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the planner's flags with their values, and the rest."""
     fields = {field.name: field for field in dataclasses.fields(PlanConfig) if field.name != "config"}
     own: list[str] = []

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.memory.durations import step_seconds
-from wandistiller.memory.estimates import Phase, Stage, margin
+from wandistiller.memory.estimates import Phase, margin
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.layout import lay_out, named_tensors
+from wandistiller.memory.stage import Stage
 from wandistiller.memory.tape import Tape
 from wandistiller.memory.tracing import materialise, recording
 from wandistiller.models.stored import VAE, build_empty

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from wandistiller.config.command import CommandConfig
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
+from wandistiller.errors import UsageError
 
 Changes = Mapping[str, Any]
 POLICIES = (
@@ -22,10 +24,10 @@ POLICIES = (
 """From the fastest to the smallest."""
 
 
-def candidates(command: str, job: CommandConfig, given: frozenset[str]) -> Iterator[Changes]:
+def candidates(job: CommandConfig, given: frozenset[str]) -> Iterator[Changes]:
     """Yield changes of fields that the user has not set, the job as it is first."""
     seen = []
-    for changes in itertools.chain([{}], _ways(command, job)):
+    for changes in itertools.chain([{}], _ways(job)):
         allowed = {name: value for name, value in changes.items() if name not in given and getattr(job, name) != value}
         # What was asked for by an alias is set too.
         is_possible = all(name not in given or getattr(job, name) == value for name, value in changes.items())
@@ -44,7 +46,7 @@ def smaller_batches(job: Any, given: frozenset[str]) -> Iterator[Changes]:
         yield {"batch_size": batch, "gradient_accumulation": accumulation}
 
 
-def _ways(command: str, job: CommandConfig) -> Iterable[Changes]:
+def _ways(job: CommandConfig) -> Iterable[Changes]:
     if isinstance(job, TrainConfig):
         return _train_ways(job)
     if isinstance(job, DistillConfig):
@@ -95,10 +97,6 @@ def _sample_ways() -> Iterator[Changes]:
 
 
 def _is_valid(job: CommandConfig, changes: Changes) -> bool:
-    from dataclasses import replace
-
-    from wandistiller.errors import UsageError
-
     try:
         replace(job, **changes).check()
     except UsageError:

@@ -82,7 +82,7 @@ def make_plan(request: PlanRequest) -> Plan:
 
     found: list[Option] = []
     policies: list[Any] = []
-    for changes in candidates(request.command, request.job, request.given):
+    for changes in candidates(request.job, request.given):
         policy = policy_of(replace(request.job, **changes))
         if policy not in policies:
             # Each policy is slower than those before it: when two of them have fitted, the rest cannot be better.

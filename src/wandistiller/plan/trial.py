@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.memory.activations import apply_policy
-from wandistiller.memory.estimates import Passes, Placing, Training
 from wandistiller.memory.host import page_locked_bytes
 from wandistiller.memory.other_uses import Decoding
 from wandistiller.memory.placement import Placed, Subject
+from wandistiller.memory.stage import Placing
 from wandistiller.memory.streaming import bind
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use
+from wandistiller.memory.works import Passes, Training
 from wandistiller.models.devices import free_memory
 from wandistiller.models.stored import VAE, build_empty
 from wandistiller.train.ema import MovingAverage

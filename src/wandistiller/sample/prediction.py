@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
-from wandistiller.memory.estimates import Estimate, Passes, Phase, Placing
+from wandistiller.memory.estimates import Estimate, Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.other_uses import Decoding, text_phase
+from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Use
+from wandistiller.memory.works import Passes
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes

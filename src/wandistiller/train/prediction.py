@@ -11,11 +11,13 @@ import torch
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
-from wandistiller.memory.estimates import Estimate, Item, Passes, Phase, Placing, Training
+from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.other_uses import encode_phase, text_phase
+from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, Use
+from wandistiller.memory.works import Passes, Training
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes

@@ -12,9 +12,10 @@ from wandistiller.config.training import TrainingConfig
 from wandistiller.distributed.parallel import choose_parallel
 from wandistiller.distributed.ranks import read_ranks
 from wandistiller.memory.advice import Remedy
-from wandistiller.memory.estimates import Phase, Training
+from wandistiller.memory.estimates import Phase
 from wandistiller.memory.hardware import Hardware, detect
 from wandistiller.memory.out_of_memory import Failure
+from wandistiller.memory.works import Training
 from wandistiller.models.shapes import Shapes
 from wandistiller.train.prediction import distill_work, pixel_shape, train_work
 from wandistiller.units import Bytes

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.loader import Batch
 from wandistiller.memory.durations import step_seconds
-from wandistiller.memory.estimates import Estimate, Item, Phase, Stage
+from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
+from wandistiller.memory.stage import Stage
 from wandistiller.memory.tape import BACKWARD, Tape
 from wandistiller.memory.tracing import materialise, recording
 from wandistiller.memory.vae_checkpointing import checkpoint_vae

@@ -126,7 +126,7 @@ def test_wrong_input_exits_with_2(flags, message, capsys, monkeypatch):
 
 def test_candidates_are_valid_and_differ():
     job = SampleConfig(model="wan2.1-1.3b", prompt=("a",), output=Path("a.mp4"))
-    found = list(candidates("sample", job, frozenset()))
+    found = list(candidates(job, frozenset()))
     assert found[0] == {} and len(found) > 5
     assert all(found.count(each) == 1 for each in found)
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from wandistiller.config.train_vae import TrainVaeConfig
-from wandistiller.memory.estimates import Passes, Placing, Training
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.other_uses import Decoding
+from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, Use
+from wandistiller.memory.works import Passes, Training
 from wandistiller.models.sizes import SIZES, TINY_VAE
 from wandistiller.plan.trial import try_out
 from wandistiller.train.vae_prediction import VaeStep

@@ -1,0 +1,107 @@
+"""A phase being worked out: roles are put where they belong, steps are played, and what all of it takes is read off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from wandistiller.memory.estimates import Item, Phase, Where
+from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.placement import Footprint, StreamPlan, Subject
+from wandistiller.memory.scene import Played, Scene
+from wandistiller.memory.subjects import choose_placement
+from wandistiller.memory.tape import Tape
+from wandistiller.memory.uses import Use
+from wandistiller.units import Bytes
+
+_CUDA = torch.device("cuda")
+_HOST_STATE = 12
+"""Bytes a weight that an optimiser in host memory keeps: a float32 copy and two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """Where a role's weights live."""
+
+    name: str = "gpu"
+    resident: int = 0
+    eight_bit: bool = False
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.name in ("offload", "disk")
+
+
+class Stage:
+    """A phase being worked out."""
+
+    def __init__(self, name: str, hardware: Hardware) -> None:
+        self.name = name
+        self.scene = Scene()
+        self._hardware = hardware
+        self._items: list[Item] = []
+        self._played: list[tuple[str, Played]] = []
+        card = hardware.card
+        self.scene.hold("", "libraries", [card.workspace] if card is not None else [])
+
+    def place(self, use: Use, placing: Placing) -> None:
+        """Put a transformer's weights where they belong."""
+        subject = Subject(model=use.model, blocks=list(use.model.get_submodule("blocks").children()))
+        tensors = [*use.model.parameters(), *use.model.buffers()]
+        if placing.name == "cpu":
+            self.add(use.name, "weights", "host", sum(tensor.nbytes for tensor in tensors))
+            return
+        if not placing.is_streamed:
+            self.scene.hold(use.name, "weights", [tensor.nbytes for tensor in tensors])
+            return
+        plan = StreamPlan(subject, 2, placing.resident, placing.eight_bit, train=use.trains == "everything")
+        self.scene.hold(use.name, "slots", plan.slots)
+        self.scene.hold(use.name, "weights", plan.outside)
+        trains = use.trains == "everything"
+        options = {"resident": placing.resident, "eight_bit": placing.eight_bit, "train": trains}
+        footprint: Footprint = choose_placement(placing.name, **options).predict(subject, _CUDA)  # type: ignore[arg-type]
+        self.add(use.name, "weights", "page-locked", footprint.page_locked)
+        self.add(use.name, "weights", "host", footprint.host)
+        if trains:
+            largest = max(use.block_bytes)
+            self.add(use.name, "gradients", "page-locked", 2 * largest)
+            count = sum(each.numel() for each in use.model.get_submodule("blocks").parameters())
+            self.add(use.name, "optimiser", "host", count * _HOST_STATE)
+            self.add(use.name, "gradients", "host", sum(use.block_bytes))
+
+    def add(self, role: str, kind: str, where: Where, size: int) -> None:
+        """Count something that is not on the device."""
+        if size:
+            self._items.append(Item(role, kind, where, Bytes(size)))
+
+    def play(self, use: Use) -> Played:
+        """Take a step."""
+        return self.play_tape(use.name, use.placed_tape, use.repeats)
+
+    def play_tape(self, role: str, tape: Tape, repeats: Mapping[str, int] = MappingProxyType({})) -> Played:
+        """Take a step that is on tape."""
+        played = self.scene.play(tape, repeats)
+        self._played.append((role, played))
+        return played
+
+    def finished(self, seconds: float, num_steps: int = 1) -> Phase:
+        """Return the phase."""
+        items = list(self._items)
+        items += [Item(role, kind, "device", size) for (role, kind), size in self.scene.held.items() if size]
+        held = sum(self.scene.held.values())
+        peak = max((played.peak for _, played in self._played), default=Bytes(held))
+        for role, played in self._played[-1:]:
+            # At the worst moment, what was kept may have been used up and gradients be there instead.
+            items.append(Item(role, "gradients", "device", Bytes(sum(played.left.values()))))
+            items.append(Item(role, "kept activations", "device", played.kept))
+        return Phase(
+            name=self.name,
+            items=tuple(item for item in items if item.size),
+            peak=peak,
+            reserved=self.scene.reserved,
+            seconds=seconds,
+            num_steps=num_steps,
+        )
