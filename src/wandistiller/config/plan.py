@@ -29,7 +29,7 @@ class PlanConfig(CommandConfig):
     """Memory of the card to plan for, such as 24GiB; without --card its speed is taken from the H200."""
 
     gpus: int | None = None
-    """Cards in each machine; 0 plans for the CPU alone."""
+    """Cards in each machine, one for each process of torchrun; 0 plans for the CPU alone."""
 
     nodes: int = 1
     """Machines."""
@@ -42,6 +42,9 @@ class PlanConfig(CommandConfig):
 
     disk: str | None = None
     """Reading from disk, such as 3GB/s. Default: 2GB/s."""
+
+    network: str | None = None
+    """Between machines, for each card, such as 25GB/s. Default: 10GB/s."""
 
     top: int = 5
     """How many of the plans that fit are shown."""
@@ -62,7 +65,7 @@ class PlanConfig(CommandConfig):
         for size in (self.gpu, self.ram):
             if size is not None:
                 Bytes.parse(size)
-        for rate in (self.bus, self.disk):
+        for rate in (self.bus, self.disk, self.network):
             if rate is not None:
                 parse_rate(rate)
         if self.write is not None and self.write.suffix != ".toml":

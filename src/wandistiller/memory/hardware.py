@@ -36,6 +36,8 @@ class Card:
     """Operations a second in attention, in 16 bits."""
     bandwidth: float = 1e11
     """Bytes a second that kernels read and write."""
+    link_rate: float = 20e9
+    """Bytes a second to the next card of the machine, each way: over the bus, or over links of their own."""
     launch_seconds: float = 18e-6
     """Time of the host for one kernel that Python asks for."""
     is_measured: bool = False
@@ -65,10 +67,13 @@ class Hardware:
     """Bytes a second that an optimiser in host memory reads and writes."""
     host_flops: float = 2e11
     """Operations a second of the CPU."""
-    link_rate: float = 20e9
-    """Bytes a second between the cards of a machine, each way."""
     network_rate: float = 10e9
     """Bytes a second between machines, for each card."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train together: one a card, where there are several."""
+        return max(self.num_cards, 1) * self.num_nodes
 
     @property
     def room(self) -> Bytes:
@@ -78,8 +83,8 @@ class Hardware:
         return self.card.usable if self.free is None else self.free
 
 
-def _published(name: str, gib: float, tflops: float, bandwidth_gb: float) -> Card:
-    """Return a card from its published figures: memory, dense bfloat16 with float32 sums, bandwidth."""
+def _published(name: str, gib: float, tflops: float, bandwidth_gb: float, link_gb: float = 25) -> Card:
+    """Return a card from its published figures: memory, dense bfloat16 with float32 sums, bandwidth, links each way."""
     peak, rate = tflops * 1e12, bandwidth_gb * 1e9
     return Card(
         name=name,
@@ -87,6 +92,7 @@ def _published(name: str, gib: float, tflops: float, bandwidth_gb: float) -> Car
         matmul={"bfloat16": 0.78 * peak, "float16": 0.78 * peak, "float32": 0.05 * peak, "convolution": 0.25 * peak},
         attention=0.6 * peak,
         bandwidth=0.55 * rate,
+        link_rate=0.8 * link_gb * 1e9,
     )
 
 
@@ -96,6 +102,7 @@ H200 = Card(
     matmul={"bfloat16": 773e12, "float16": 773e12, "float32": 50e12, "convolution": 250e12},
     attention=593e12,
     bandwidth=2.62e12,
+    link_rate=0.8 * 450e9,
     is_measured=True,
 )
 CARDS: dict[str, Card] = {
@@ -116,11 +123,11 @@ CARDS: dict[str, Card] = {
         _published("rtxpro6000", 96, 500, 1792),
         _published("l4", 24, 121, 300),
         _published("l40s", 48, 362, 864),
-        _published("a100-40gb", 40, 312, 1555),
-        _published("a100-80gb", 80, 312, 2039),
-        _published("h100", 80, 989, 3350),
+        _published("a100-40gb", 40, 312, 1555, 300),
+        _published("a100-80gb", 80, 312, 2039, 300),
+        _published("h100", 80, 989, 3350, 450),
         H200,
-        _published("b200", 180, 2250, 8000),
+        _published("b200", 180, 2250, 8000, 900),
     )
 }
 
@@ -163,7 +170,7 @@ def detect(*, measures: bool = True) -> Hardware:
         )
     return Hardware(
         card=card,
-        num_cards=torch.cuda.device_count(),
+        num_cards=1,  # a process has one, unless ranks are asked for
         free=Bytes(memory.free + memory.reserved),
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
@@ -180,6 +187,7 @@ def described(
     host_memory: Bytes | None = None,
     bus_rate: float | None = None,
     disk_rate: float | None = None,
+    network_rate: float | None = None,
 ) -> Hardware:
     """Return the machine that is described, and this one for what is not said."""
     if card is None and gpu is None and num_cards != 0:
@@ -199,5 +207,6 @@ def described(
         "host_memory": host_memory,
         "bus_rate": bus_rate,
         "disk_rate": disk_rate,
+        "network_rate": network_rate,
     }
     return replace(found, **{name: value for name, value in changes.items() if value is not None})

@@ -72,6 +72,16 @@ class Stage:
             self.add(use.name, "optimiser", "host", count * _HOST_STATE)
             self.add(use.name, "gradients", "host", sum(use.block_bytes))
 
+    def place_slices(self, use: Use, slices: int) -> None:
+        """Put a rank's slice of a transformer's weights there, and the blocks that are gathered: one in use, one on its way."""
+        tensors = [*use.model.parameters(), *use.model.buffers()]
+        self.scene.hold(use.name, "weights", [-(-tensor.nbytes // slices) for tensor in tensors])
+        width = 2 if use.precision != "no" else use.dtype.itemsize
+        largest = max(
+            sum(each.numel() * width for each in block.parameters()) for block in use.model.get_submodule("blocks").children()
+        )
+        self.scene.hold(use.name, "gathered blocks", [largest] * 2)
+
     def add(self, role: str, kind: str, where: Where, size: int) -> None:
         """Count something that is not on the device."""
         if size:

@@ -51,6 +51,8 @@ class Training:
     teacher: Use | None = None
     teacher_placing: Placing = field(default_factory=Placing)
     teacher_passes: int = 1
+    parallel: str = "ddp"
+    """How several ranks train it: each with all of it (ddp), or with a slice (fsdp; hsdp within a machine)."""
 
     def phase(self, hardware: Hardware, *, name: str = "training", num_steps: int = 1) -> Phase:
         """Return what it takes."""
@@ -59,14 +61,23 @@ class Training:
             kept = Item(self.student.name, "kept activations", "device", least)
             return Phase(name=name, items=(kept,), peak=least, reserved=least, seconds=float("inf"), num_steps=num_steps)
         stage = Stage(name, hardware)
-        student = self.student.changed(is_streamed=self.placing.is_streamed)
-        stage.place(student, self.placing)
+        slices = self.slices(hardware)
+        # A slice's rank has a block's gradients whole until they are added up and cut, like one that sends them to the host.
+        student = self.student.changed(is_streamed=self.placing.is_streamed or slices > 1)
+        if slices > 1:
+            stage.place_slices(student, slices)
+        else:
+            stage.place(student, self.placing)
         if self.teacher is not None:
             stage.place(self.teacher, self.teacher_placing)
         scene, stepped = stage.scene, self._stepped
-        scene.hold(student.name, "optimiser", self.optimiser.masters(stepped))
+        scene.hold(student.name, "optimiser", _cut(self.optimiser.masters(stepped), slices))
         if self.averages:
-            scene.hold(student.name, "average", [4 * each.numel() for each in student.trained])
+            scene.hold(student.name, "average", _cut([4 * each.numel() for each in student.trained], slices))
+        if hardware.num_ranks > 1:
+            gradients = [each.nbytes for each in stepped]
+            # DDP collects gradients in buckets beside them; slices of them stay for the optimiser.
+            scene.hold(student.name, "exchanged gradients", _cut(gradients, slices))
         scene.hold("", "batch", _batch_bytes(student))
         if student.to_host:
             stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
@@ -75,10 +86,11 @@ class Training:
                 for _ in range(self.teacher_passes):
                     scene.drop(stage.play(self.teacher))
             played = stage.play(student)
-            scene.hold(student.name, "step", [*self.optimiser.gradients(stepped), *self.optimiser.scratch(stepped)])
+            scratch = [*self.optimiser.gradients(stepped), *self.optimiser.scratch(stepped)]
+            scene.hold(student.name, "step", _cut(scratch, slices))
             scene.drop(played)
             if step == 0:
-                scene.hold(student.name, "optimiser", self.optimiser.state(stepped))
+                scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
             scene.let_go(student.name, "step")
         return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
 
@@ -91,10 +103,36 @@ class Training:
         if self.is_on_host:
             time = max(time, count * _HOST_TRAFFIC / hardware.host_rate)
         elif hardware.card is not None:
-            time += count * _UPDATE_TRAFFIC / hardware.card.bandwidth
+            time += count * _UPDATE_TRAFFIC / hardware.card.bandwidth / self.slices(hardware)
+        time = max(time, self.exchange_seconds(hardware))
         if self.teacher is not None:
             time += self.teacher_passes * self.accumulation * forward_seconds(self.teacher, self.teacher_placing, hardware)
         return time
+
+    def slices(self, hardware: Hardware) -> int:
+        """Return in how many pieces the ranks keep the student."""
+        return {"fsdp": hardware.num_ranks, "hsdp": hardware.num_cards}.get(self.parallel, 1)
+
+    def exchange_seconds(self, hardware: Hardware) -> float:
+        """Return the time of a step that ranks spend on weights and gradients, beside the computation.
+
+        A ring passes each byte once round: gradients are added up and handed out again; slices of weights are gathered for
+        forward and for backward, and gradients added up.
+        """
+        ranks = hardware.num_ranks
+        if ranks == 1:
+            return 0.0
+        width = 2 if self.student.precision != "no" else self.student.dtype.itemsize
+        weights = sum(each.numel() for each in self.student.model.parameters()) * width
+        link = hardware.card.link_rate if hardware.card is not None else 1e10
+        gradients = sum(each.nbytes for each in self.student.trained)
+        between = hardware.network_rate if hardware.num_nodes > 1 else link
+        if self.parallel == "hsdp":
+            cards, nodes = hardware.num_cards, hardware.num_nodes
+            inside = (2 * weights * self.accumulation + gradients) * (cards - 1) / cards / link
+            return inside + 2 * gradients / cards * (nodes - 1) / max(nodes, 1) / hardware.network_rate
+        passed = 2 * weights * self.accumulation + gradients if self.parallel == "fsdp" else 2 * gradients
+        return passed * (ranks - 1) / ranks / between
 
     @property
     def is_on_host(self) -> bool:
@@ -133,6 +171,11 @@ class Passes:
     def seconds(self, hardware: Hardware) -> float:
         """Return the time of a step."""
         return self.passes * forward_seconds(self.use, self.placing, hardware)
+
+
+def _cut(sizes: list[int], slices: int) -> list[int]:
+    """Return each tensor's slice."""
+    return [-(-size // slices) for size in sizes]
 
 
 def least_kept(use: Use) -> Bytes:

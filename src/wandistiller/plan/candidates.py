@@ -24,16 +24,27 @@ POLICIES = (
 """From the fastest to the smallest."""
 
 
-def candidates(job: CommandConfig, given: frozenset[str]) -> Iterator[Changes]:
-    """Yield changes of fields that the user has not set, the job as it is first."""
+def candidates(job: CommandConfig, given: frozenset[str], num_ranks: int = 1) -> Iterator[Changes]:
+    """Yield changes of fields that the user has not set, the job as it is first; ``num_ranks`` processes train together."""
     seen = []
-    for changes in itertools.chain([{}], _ways(job)):
+    for changes in itertools.chain([{}], _together(_ways(job), num_ranks)):
         allowed = {name: value for name, value in changes.items() if name not in given and getattr(job, name) != value}
         # What was asked for by an alias is set too.
         is_possible = all(name not in given or getattr(job, name) == value for name, value in changes.items())
         if is_possible and allowed not in seen and _is_valid(job, allowed):
             seen.append(allowed)
             yield allowed
+
+
+def _together(ways: Iterable[Changes], num_ranks: int) -> Iterator[Changes]:
+    """Yield the ways of several ranks: each with all of the model, or with a slice of it."""
+    for way in ways:
+        is_whole = way.get("placement", "gpu") != "gpu" or way.get("optimizer", "adamw") != "adamw"
+        if num_ranks == 1 or "activation_policy" not in way:
+            yield way
+            continue
+        for parallel in ("ddp",) if is_whole else ("ddp", "fsdp", "hsdp"):
+            yield {**way, "parallel": parallel}
 
 
 def smaller_batches(job: Any, given: frozenset[str]) -> Iterator[Changes]:

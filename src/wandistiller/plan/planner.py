@@ -67,7 +67,14 @@ class Plan:
     @property
     def command(self) -> str | None:
         """What to type for the best way."""
-        return None if self.best is None else command_line(self.request.command, self.request.job, self.best.changes)
+        if self.best is None:
+            return None
+        line = command_line(self.request.command, self.request.job, self.best.changes)
+        cards, nodes = self.hardware.num_cards, self.hardware.num_nodes
+        if self.hardware.num_ranks == 1 or self.request.command == "sample":
+            return line
+        launch = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc-per-node={cards}", "-m"]
+        return f"{' '.join(launch)} {line}"
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -82,7 +89,7 @@ def make_plan(request: PlanRequest) -> Plan:
 
     found: list[Option] = []
     policies: list[Any] = []
-    for changes in candidates(request.job, request.given):
+    for changes in candidates(request.job, request.given, hardware.num_ranks):
         policy = policy_of(replace(request.job, **changes))
         if policy not in policies:
             # Each policy is slower than those before it: when two of them have fitted, the rest cannot be better.
@@ -118,6 +125,7 @@ def find_hardware(options: PlanConfig) -> Hardware:
         host_memory=None if options.ram is None else Bytes.parse(options.ram),
         bus_rate=None if options.bus is None else parse_rate(options.bus),
         disk_rate=None if options.disk is None else parse_rate(options.disk),
+        network_rate=None if options.network is None else parse_rate(options.network),
     )
 
 

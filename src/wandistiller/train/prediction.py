@@ -69,6 +69,7 @@ def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: 
         optimiser=OptimiserChoice(config.optimizer_name, config.rounding),
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
+        parallel="ddp" if config.parallel == "auto" else config.parallel,
     )
 
 
@@ -122,6 +123,7 @@ def distill_work(
         optimiser=OptimiserChoice(config.optimizer_name),
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
+        parallel="ddp" if config.parallel == "auto" else config.parallel,
         teacher=Use(
             name="teacher",
             config=shapes.transformers[0],

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.durations import step_seconds, streamed
 from wandistiller.memory.hardware import CARDS, H200, Hardware, described, find_card
 from wandistiller.memory.uses import Use
+from wandistiller.memory.works import Training
 from wandistiller.models.sizes import SIZES
 from wandistiller.units import Bytes
 
@@ -77,3 +79,28 @@ def test_a_streamed_image_is_bound_by_the_bus():
     rows = json.loads((RESULTS / "streaming-5b.json").read_text())["rows"]
     row = next(row for row in rows if row["what"] == "wan2.2-5b one image" and row["way"] == "wandistiller, 2 slots")
     assert streamed(seconds, sum(use.block_bytes), HERE.bus_rate) == pytest.approx(row["seconds"], rel=0.05)
+
+
+def test_ranks_keep_slices_and_exchange_what_a_ring_passes():
+    """By hand: with fsdp, weights twice in 16 bits and float32 gradients once, each (n - 1) / n of the way."""
+    config = {**SIZES["tiny"].transformer, "num_layers": 6}
+    use = Use(
+        name="student",
+        config=config,
+        latent_shape=(8, 1, 8, 8),
+        text_tokens=8,
+        dtype=torch.float32,
+        trains="everything",
+        precision="bf16",
+    )
+    count = sum(each.numel() for each in use.model.parameters())
+    machine = described(card="h100", num_cards=4, host_memory=Bytes(2**36))
+    assert machine.card is not None
+    passed = {"ddp": 2 * 4 * count, "fsdp": 2 * 2 * count + 4 * count}
+    for parallel, num_bytes in passed.items():
+        seconds = Training(student=use, parallel=parallel).exchange_seconds(machine)
+        assert seconds == pytest.approx(num_bytes * 3 / 4 / machine.card.link_rate)
+    assert Training(student=use).exchange_seconds(described(card="h100", host_memory=Bytes(2**36))) == 0
+    whole, slices = (Training(student=use, parallel=each).phase(machine) for each in ("ddp", "fsdp"))
+    sizes = [{item.kind: item.size for item in phase.items if item.where == "device"} for phase in (whole, slices)]
+    assert sizes[1]["optimiser"] < sizes[0]["optimiser"] / 2 and sizes[1]["weights"] < sizes[0]["weights"] / 2
