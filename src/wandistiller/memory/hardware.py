@@ -6,6 +6,7 @@ times the share of its own that the H200 reaches, so a time for them is to choos
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -134,10 +135,13 @@ CARDS: dict[str, Card] = {
 
 def find_card(name: str) -> Card:
     """Return a card by name, however it is written: rtx4090, RTX 4090, NVIDIA GeForce RTX 4090."""
-    plain = "".join(name.lower().replace("nvidia", "").replace("geforce", "").split()).replace("_", "-")
-    matches = [card for key, card in CARDS.items() if plain == key] or [
-        card for key, card in CARDS.items() if key.replace("-", "") in plain.replace("-", "")
-    ]
+    words = "-".join(name.lower().replace("nvidia", "").replace("geforce", "").replace("_", " ").split())
+    plain = re.sub(r"(?<=rtx)-|(?<=pro)-(?=\d)|(?<=\d)-(?=ti|super|ada)", "", words)
+    matches = (
+        [CARDS[plain]]
+        if plain in CARDS
+        else [card for key, card in CARDS.items() if all(re.search(rf"{part}(?!\d)", plain) for part in key.split("-"))]
+    )
     if not matches:
         raise UsageError(
             f"There is no card '{name}' in the table{nearest(plain, CARDS)}",

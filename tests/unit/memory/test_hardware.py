@@ -26,7 +26,12 @@ HERE = Hardware(card=H200, host_memory=Bytes(2**37), bus_rate=55.4e9)
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA H200", "h200"),
         ("A100-80GB", "a100-80gb"),
-        ("NVIDIA A100 80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
     ],
 )
 def test_a_card_is_known_however_it_is_written(said, meant):
@@ -36,6 +41,8 @@ def test_a_card_is_known_however_it_is_written(said, meant):
 def test_an_unknown_card_is_refused_with_the_nearest():
     with pytest.raises(UsageError, match="rtx4090"):
         find_card("rtx4091")
+    with pytest.raises(UsageError):
+        find_card("NVIDIA L40")  # which is no L4
 
 
 def test_what_is_said_counts():
