@@ -10,6 +10,9 @@ from helpers.ranks import run_ranks
 
 from wandistiller.api import distill, train
 
+# One run serves many tests, so these stay in one process.
+pytestmark = pytest.mark.xdist_group("slices")
+
 SIZE = {"width": 32, "height": 32, "max_aspect": 1.0, "frames": (1,), "learning_rate": 1e-3, "log_every": 1, "workers": 0}
 TRAIN = {"model": "tiny-random", "dataset_path": "world:12:1x32x32", "num_steps": 4, **SIZE}
 SETTINGS = {

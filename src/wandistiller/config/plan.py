@@ -32,7 +32,7 @@ class PlanConfig(CommandConfig):
     """Cards in each machine, one for each process of torchrun; 0 plans for the CPU alone."""
 
     nodes: int = 1
-    """Machines."""
+    """Machines, each with --gpus cards."""
 
     ram: str | None = None
     """Host memory of the machine to plan for, such as 64GiB. Default: what is free here."""

@@ -47,7 +47,9 @@ class ByDeviceMap(Placement):
         device_map = _without_overlaps(subject.model, device_map)
         footprint = _footprint(subject, device_map)
         on_host, on_disk = _load(subject, device_map)
-        dispatch_model(subject.model, device_map, state_dict=on_host or None, offload_index=on_disk or None, force_hooks=True)
+        # An index that is empty is one too: all of what is on disk has to be converted, and is in host memory.
+        index = on_disk if "disk" in device_map.values() else None
+        dispatch_model(subject.model, device_map, state_dict=on_host or None, offload_index=index, force_hooks=True)
         return Placed(footprint, lambda: _undo(subject))
 
 

@@ -88,6 +88,23 @@ def test_the_contract(checkpoint, name, options, is_loaded):
     assert not hooks
 
 
+def test_a_map_to_disk_of_weights_that_have_to_be_converted(checkpoint):
+    """They are read once and kept in host memory, as a file in another precision is no use as it is."""
+    model = build_empty(checkpoint.architecture, checkpoint.config, dtype=torch.float32)
+    subject = Subject(
+        model=model,
+        blocks=list(model.blocks),
+        read=lambda name: checkpoint.read_for(name, torch.float32),
+        locate=lambda name: checkpoint.locate(name, torch.float32),
+    )
+    placed = find_placement("custom", map={"": "cpu", "blocks": {"0": "disk"}}).attach(subject, CPU)
+    given = tuple(each.float() for each in inputs())
+    with torch.no_grad():
+        expected = load_model(checkpoint, dtype=torch.float32)(*given, return_dict=False)[0]
+        assert torch.equal(subject.model(*given, return_dict=False)[0], expected)
+    placed.detach()
+
+
 @pytest.mark.parametrize("quantise", [False, True])
 def test_the_predicted_bytes_are_those_that_are_taken(checkpoint, quantise):
     from wandistiller.memory.streaming import stream_blocks
