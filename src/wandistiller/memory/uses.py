@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.memory.activations import apply_policy
-from wandistiller.memory.compiled_blocks import stand_in_for_compiled
 from wandistiller.memory.kept import HostKeeper
 from wandistiller.memory.layout import lay_out, travelling
 from wandistiller.memory.tape import NUM_BLOCKS, Tape
@@ -130,6 +129,9 @@ class Use:
             blocks = list(model.get_submodule("blocks").children())
             mark_blocks(recorder, self.name, blocks)
             if self.is_compiled:
+                # Only here: it takes much of the compiler along.
+                from wandistiller.memory.compiled_blocks import stand_in_for_compiled
+
                 stand_in_for_compiled(recorder, blocks)
             policy = None
             if self.policy != "none" or self.to_host:
