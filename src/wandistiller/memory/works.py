@@ -111,7 +111,7 @@ class Training:
 
     def slices(self, hardware: Hardware) -> int:
         """Return in how many pieces the ranks keep the student."""
-        return {"fsdp": hardware.num_ranks, "hsdp": hardware.num_cards}.get(self.parallel, 1)
+        return {"fsdp": hardware.num_ranks, "hsdp": max(hardware.num_cards, 1)}.get(self.parallel, 1)
 
     def exchange_seconds(self, hardware: Hardware) -> float:
         """Return the time of a step that ranks spend on weights and gradients, beside the computation.
@@ -128,7 +128,7 @@ class Training:
         gradients = sum(each.nbytes for each in self.student.trained)
         between = hardware.network_rate if hardware.num_nodes > 1 else link
         if self.parallel == "hsdp":
-            cards, nodes = hardware.num_cards, hardware.num_nodes
+            cards, nodes = max(hardware.num_cards, 1), hardware.num_nodes
             inside = (2 * weights * self.accumulation + gradients) * (cards - 1) / cards / link
             return inside + 2 * gradients / cards * (nodes - 1) / max(nodes, 1) / hardware.network_rate
         passed = 2 * weights * self.accumulation + gradients if self.parallel == "fsdp" else 2 * gradients
