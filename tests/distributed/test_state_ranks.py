@@ -1,7 +1,6 @@
 """States and results of ranks with slices: killed at any moment, complete or absent; in several files, the same model."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -11,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
-from helpers import ranks as helper
-from helpers.ranks import run_ranks
+from helpers.ranks import run_ranks, start_ranks
 from helpers.toy_training import ToyMethod, make_loop, weights_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -32,6 +30,7 @@ from wandistiller.train.across_ranks import AcrossRanks
 
 CPU = torch.device("cpu")
 STEPS = 60
+KILLS = 8
 
 
 def toy(folder, ranks, steps=STEPS, **options):
@@ -68,16 +67,11 @@ def straight(folder):
 def test_ranks_killed_in_the_middle_of_saving_go_on_from_a_complete_state(tmp_path):
     """One of two is killed, the other ends in its own way or is killed too; every state that counts is whole."""
     run_ranks(2, straight, tmp_path, folder=tmp_path)
-    rng, context, kills = random.Random(0), multiprocessing.get_context("fork"), 0
-    while not (tmp_path / "weights.pt").exists():
-        port = helper.free_port()
-        tasks = [(rank, 2, port, tmp_path / f"rank-{rank}.log", train, (tmp_path,)) for rank in range(2)]
-        processes = [context.Process(target=helper.run_rank, args=task) for task in tasks]
-        for process in processes:
-            process.start()
-        if kills < 8:
+    rng = random.Random(0)
+    for attempt in range(KILLS + 1):
+        processes = start_ranks(2, train, tmp_path, folder=tmp_path)
+        if attempt < KILLS:
             time.sleep(rng.uniform(0.3, 1.2))
-            kills += 1
             for process in rng.sample(processes, 2):
                 os.kill(process.pid, signal.SIGKILL)
                 time.sleep(rng.uniform(0, 0.02))
@@ -85,12 +79,13 @@ def test_ranks_killed_in_the_middle_of_saving_go_on_from_a_complete_state(tmp_pa
             process.join(60)
         for path in (tmp_path / "states").glob("step-*"):
             assert is_complete(path) or not (path / "state.json").exists()
-    assert kills == 8
+        assert (tmp_path / "weights.pt").exists() == (attempt == KILLS)
     found, expected = (torch.load(tmp_path / name) for name in ("weights.pt", "straight.pt"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def export(folder):
+    formats.MAX_SHARD_BYTES = 200_000
     with joined(CPU, needs_group=True) as ranks:
         torch.manual_seed(0)
         model = WanTransformer3DModel(**SIZES["tiny"].transformer)
@@ -105,8 +100,7 @@ def export(folder):
             torch.save(whole, folder / "whole.pt")
 
 
-def test_slices_are_written_as_one_model_in_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "MAX_SHARD_BYTES", 200_000)
+def test_slices_are_written_as_one_model_in_several_files(tmp_path):
     run_ranks(4, export, tmp_path, folder=tmp_path)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
     assert json.loads((tmp_path / "model" / "config.json").read_text())["_class_name"] == "WanTransformer3DModel"
