@@ -20,7 +20,7 @@ class VaePass(nn.Module):
     def __init__(self, vae: AutoencoderKLWan) -> None:
         super().__init__()
         self.vae = vae
-        self.register_buffer("adversarial_scale", torch.zeros(()))
+        self.register_buffer("adversarial_scale", torch.zeros((), device=next(vae.parameters()).device))
         self.adversarial_scale: Tensor
         """How loud a critic is, from the gradients of the step before: part of the state, so that a resumed run goes on."""
 
