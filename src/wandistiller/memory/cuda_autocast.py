@@ -1,7 +1,8 @@
 """Autocasting as a CUDA device does it, for computations on fake tensors of the CPU.
 
-PyTorch has other lists of operators for the CPU, and what is cast decides what is kept for backward. ``standing_in`` puts this
-in the place of ``torch.autocast``. Weights that were cast stay cast until the outermost context ends, as they do on a card.
+PyTorch has other lists of operators for the CPU, and what is cast decides what is kept for backward. The lists below are cut
+down to what this PyTorch has registered for CUDA: they differ between versions. ``standing_in`` puts this in the place of
+``torch.autocast``. Weights that were cast stay cast until the outermost context ends, as they do on a card.
 """
 
 from __future__ import annotations
@@ -16,16 +17,29 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-SHORT = frozenset(
+
+def _registered(names: str) -> frozenset[str]:
+    """Return those that are cast on a CUDA device."""
+
+    def is_registered(name: str) -> bool:
+        operator = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow"}.get(name, name)
+        packet = getattr(torch.ops.aten, operator)
+        kernels = [packet._qualified_op_name + ("" if each == "default" else f".{each}") for each in packet.overloads()]
+        return any(torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "AutocastCUDA") for kernel in kernels)
+
+    return frozenset(name for name in names.split() if is_registered(name))
+
+
+SHORT = _registered(
     """addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
     conv_transpose3d convolution einsum linalg_vecdot linear matmul mm mv prelu scaled_dot_product_attention
-    __matmul__ __rmatmul__""".split()
+    __matmul__ __rmatmul__"""
 )
 """Operators that compute in 16 bits."""
-LONG = frozenset(
+LONG = _registered(
     """acos asin binary_cross_entropy_with_logits cdist cosh cosine_similarity cross cumprod cumsum dist dot erfinv exp expm1
     grid_sampler group_norm huber_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax logsumexp mse_loss norm
-    pow __pow__ prod reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss softmax softplus sum tan vdot""".split()
+    pow __pow__ prod reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss softmax softplus sum tan vdot"""
 )
 """Operators that compute in float32."""
 

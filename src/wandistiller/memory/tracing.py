@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from wandistiller.memory import attention
-from wandistiller.memory.cuda_autocast import standing_in
+from wandistiller.memory.cuda_autocast import LONG, standing_in
 from wandistiller.memory.tape import BACKWARD, Kernel, Key, Place, Tape
 
 START: Place = ("start", -1)
@@ -218,6 +218,8 @@ class _KeptAttention(torch.autograd.Function):
 
 def _rms_norm(values: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     apply: Callable[..., Tensor] = _RmsNorm.apply
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu") and "rms_norm" in LONG:
         values, weight = values.float(), None if weight is None else weight.float()
+    if weight is not None and weight.dtype != values.dtype:  # a card, too, then takes several steps
+        return torch.rms_norm(values, normalized_shape, weight, eps)
     return apply(values, weight)

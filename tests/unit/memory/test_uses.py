@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from wandistiller.memory import tape, uses
+from wandistiller.memory import cuda_autocast, tape, tracing, uses
+from wandistiller.memory.cuda_autocast import LONG, SHORT
 from wandistiller.memory.scene import Scene
 from wandistiller.memory.uses import Use
 from wandistiller.models.sizes import SIZES
@@ -147,6 +148,29 @@ def test_autocasting_keeps_short_copies_of_weights():
     matrices = sum(each.nbytes for each in build_empty(TRANSFORMER, TINY).parameters() if each.ndim > 1)
     assert cast.kept > matrices / 2 * 0.9
     assert cast.left.values() and sum(cast.left.values()) == sum(plain.left.values())
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_norm_of_short_values_with_long_weights(monkeypatch, is_listed):
+    """Versions of PyTorch differ in whether autocasting makes its input float32; without that it takes several steps."""
+    for module in (tracing, cuda_autocast):
+        monkeypatch.setattr(module, "LONG", LONG | {"rms_norm"} if is_listed else LONG - {"rms_norm"})
+    kept = []
+    noting = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor)
+    with noting, tracing.recording(), torch.autocast("cpu", torch.bfloat16):
+        values, weight = torch.empty(3, 64, dtype=torch.bfloat16, requires_grad=True), torch.empty(64, requires_grad=True)
+        result = torch.nn.functional.rms_norm(values, (64,), weight, 1e-6)
+    assert result.dtype == (torch.float32 if is_listed else torch.bfloat16)
+    large = {tensor.untyped_storage()._cdata: tensor for tensor in kept if tensor.numel() == values.numel()}
+    # The input as float32; of the several steps, the input scaled too.
+    assert [tensor.dtype for tensor in large.values()] == [torch.float32] * (1 if is_listed else 2)
+
+
+def test_lists_are_those_of_the_installed_version():
+    assert {"linear", "conv3d", "scaled_dot_product_attention"} <= SHORT and {"layer_norm", "pow", "mse_loss"} <= LONG
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::rms_norm")}
+    is_cast = any(torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA") for name in names)
+    assert ("rms_norm" in LONG) == is_cast
 
 
 def test_nothing_is_left_behind():
