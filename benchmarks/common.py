@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.memory.host import page_locked_bytes
+from wandistiller.models.random_weights import RandomWeights
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, build_empty
 
@@ -31,22 +32,6 @@ class Measurement:
     reserved_gib: float = 0.0
     page_locked_gib: float = 0.0
     note: str = ""
-
-
-class RandomWeights:
-    """Values for a model's tensors, cut from one pool so that making them costs a copy and no more."""
-
-    def __init__(self, model: nn.Module, numel: int = 2**27) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._pool = {torch.bfloat16: (torch.randn(numel, generator=generator) * 0.02).to(torch.bfloat16)}
-        self._pool[torch.float32] = self._pool[torch.bfloat16][: numel // 8].float()
-        self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
-
-    def __call__(self, name: str) -> Tensor:
-        shape, dtype = self._specs[name]
-        pool = self._pool[dtype]
-        count = shape.numel()
-        return pool[:count].view(shape) if count <= pool.numel() else pool.repeat(-(-count // pool.numel()))[:count].view(shape)
 
 
 def empty_model(size: str, **changes: object) -> nn.Module:

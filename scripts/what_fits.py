@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from wandistiller.cli.main import parse
+from wandistiller.config.command import flag_words
 from wandistiller.plan.planner import Plan, make_plan
 from wandistiller.plan.show import seconds_text
 
@@ -50,17 +50,10 @@ def cell(plan: Plan) -> str:
     if plan.best is None:
         return "no"
     best = plan.best
-    flags = " ".join(f"`{word}`" for word in _words(best.changes))
-    return f"**{best.estimate.device / 2**30:.1f} GiB**, {seconds_text(best.seconds)}<br>{flags}".removesuffix("<br>")
-
-
-def _words(changes: Any) -> Iterator[str]:
-    for name, value in changes.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            yield flag
-        elif value is not False:
-            yield f"{flag} {value}"
+    flags = [" ".join(flag_words({name: value})) for name, value in best.changes.items() if value is not False]
+    return "<br>".join(
+        [f"**{best.estimate.device / 2**30:.1f} GiB**, {seconds_text(best.seconds)}", *(f"`{each}`" for each in flags)]
+    )
 
 
 def table(size: str, cards: tuple[str, ...]) -> Iterator[str]:

@@ -422,22 +422,11 @@ def plan(request: PlanRequest | CommandConfig, **options: Any) -> Planned:
     from wandistiller.plan.run import run_plan
 
     if not isinstance(request, PlanRequest):
-        command = next((name for name, kind in _PLANNED.items() if isinstance(request, kind)), None)
-        if command is None:
-            raise UsageError(f"A {type(request).__name__} cannot be planned.", fix=f"Plan {', '.join(_PLANNED)}.")
+        command = getattr(request, "command", "")
         given = {field.name for field in dataclasses.fields(request) if getattr(request, field.name) != field.default}
-        planning = _config(PlanConfig, None, options)
-        request = PlanRequest(command=command, job=request, given=frozenset(given), options=planning)
+        request = PlanRequest(command=command, job=request, given=frozenset(given), options=_config(PlanConfig, None, options))
     with advising(request.command, request.job):
         return run_plan(request)
-
-
-_PLANNED: dict[str, type[CommandConfig]] = {
-    "distill": DistillConfig,
-    "train": TrainConfig,
-    "train-vae": TrainVaeConfig,
-    "sample": SampleConfig,
-}
 
 
 def _config(config_class: type[ConfigT], config: ConfigT | None, fields: dict[str, Any]) -> ConfigT:

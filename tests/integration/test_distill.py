@@ -50,6 +50,7 @@ def test_from_prompts_to_a_pipeline_that_everybody_loads(tmp_path, two_layers):
         sample_prompts=("a ball",),
         sample_steps=2,
     )
+    assert json.loads((run / "plan.json").read_text())["measured"]["bytes"] > 0
     assert done.step == 6 and done.output == run / "model"
     found = losses(run)
     assert len(found) == 6

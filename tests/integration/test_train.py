@@ -43,6 +43,7 @@ def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path):
     )
     assert done.step == 4
     assert done.output == run / "model"
+    assert json.loads((run / "plan.json").read_text())["measured"]["bytes"] > 0
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert all(line["memory/host_gb"] > 0 for line in lines if "loss" in line)

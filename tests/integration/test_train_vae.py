@@ -29,6 +29,7 @@ def test_from_data_to_a_vae_that_everybody_loads(tmp_path):
     done = train_vae(**QUICK, output_dir=tmp_path, num_steps=2, held_out="world-heldout:3:1x32x32", use_ema=True)
     assert done.step == 2
     assert set(done.quality) == {"held_out/psnr", "held_out/ssim"}
+    assert json.loads((tmp_path / "plan.json").read_text())["measured"]["bytes"] > 0
     picture = np.asarray(Image.open(tmp_path / "reconstructions" / "step-00000002.png"))
     assert picture.shape == (64, 3 * 36, 3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

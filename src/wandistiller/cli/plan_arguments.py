@@ -11,6 +11,7 @@ from typing import Any
 from wandistiller.cli.arguments import parse_flags
 from wandistiller.config.command import CommandConfig
 from wandistiller.config.plan import PLANNED, PlanConfig, PlanRequest
+from wandistiller.config.presets import find_preset
 from wandistiller.errors import UsageError, nearest
 
 # What a command needs to be run and a plan does not; taken where nothing is given.
@@ -32,7 +33,7 @@ def parse_plan(flags: Sequence[str], parse: Callable[[str, Sequence[str]], Any])
     own, job_flags = _split(rest)
     options = parse_flags(PlanConfig, own, PlanConfig(), f"wandistiller plan {command}")
     job: CommandConfig = parse(command, job_flags)
-    given = _given(job_flags, job)
+    given = _given(job_flags, job, command)
     stand_ins = {name: value for name, value in _STAND_INS[command].items() if getattr(job, name) in (None, ())}
     if command == "distill" and getattr(job, "data_path", None) is not None:
         stand_ins = {}
@@ -58,10 +59,8 @@ def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, others
 
 
-def _given(flags: Sequence[str], job: CommandConfig) -> frozenset[str]:
+def _given(flags: Sequence[str], job: CommandConfig, command: str) -> frozenset[str]:
     """Return the fields that were set by flags, by a file, or by a preset."""
-    from wandistiller.config.presets import find_preset
-
     fields = {field.name for field in dataclasses.fields(job)}
     found = set()
     for flag in flags:
@@ -70,11 +69,10 @@ def _given(flags: Sequence[str], job: CommandConfig) -> frozenset[str]:
             found.add(name if name in fields else name.removeprefix("no_"))
     if job.config is not None:
         content = tomllib.loads(Path(job.config).read_text(encoding="utf-8"))
-        for key, value in content.items():
-            found |= {name.replace("-", "_") for name in value} if isinstance(value, dict) else {key.replace("-", "_")}
+        found |= {key.replace("-", "_") for key in (*content, *content.get(command, {}))}
     preset = getattr(job, "preset", None)
     if preset is not None:
-        found |= set(find_preset("distill", preset))
+        found |= set(find_preset(command, preset))
     for alias, field in _ALIASES.items():
         if alias in found:
             found |= set(field)

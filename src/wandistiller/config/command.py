@@ -24,23 +24,34 @@ class CommandConfig:
         """Raise ``UsageError`` where values do not go together; needs no model and no device."""
 
 
+def flag_words(changes: Mapping[str, Any]) -> list[str]:
+    """Return fields of a configuration as one types them."""
+    words: list[str] = []
+    for name, value in changes.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return words
+
+
+def launch_words(num_nodes: int, num_ranks: int) -> list[str]:
+    """Return what stands before a command that torchrun starts, ``num_ranks`` times on each machine."""
+    return ["torchrun", *([f"--nnodes={num_nodes}"] if num_nodes > 1 else []), f"--nproc-per-node={num_ranks}", "-m"]
+
+
 def command_line(command: str, config: CommandConfig, changes: Mapping[str, Any]) -> str:
     """Return what to type for this configuration with some fields changed, in the way that this process was started."""
     words = ["wandistiller", command]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         nodes = int(os.environ.get("WORLD_SIZE", local)) // int(local)
-        words = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc-per-node={local}", "-m", *words]
+        words = [*launch_words(nodes, int(local)), *words]
     for field in dataclasses.fields(config):
         value = changes.get(field.name, getattr(config, field.name))
         # What came from a file is spelled out, so the file is not needed again.
         if field.name == "config" or value == field.default or value is None:
             continue
-        flag = "--" + field.name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, tuple):
-            words += [flag, *map(str, value)]
-        else:
-            words += [flag, str(value)]
+        words += flag_words({field.name: value})
     return shlex.join(words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from wandistiller.config.command import CommandConfig, DtypeName
 from wandistiller.config.placement import PlacementName, parse_limits, parse_resident
@@ -23,6 +23,9 @@ class SampleConfig(CommandConfig):
     Give a pipeline with --model and say what to draw with --prompt; or give single files with --checkpoint,
     --vae-checkpoint and precomputed text embeddings with --cond and --uncond.
     """
+
+    command: ClassVar[str] = "sample"
+    """Name of the command that this is the configuration of."""
 
     model: str | None = None
     """Pipeline to sample from: a diffusers folder, a hub id (owner/name), a folder of original Wan files, or 'tiny', the

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from wandistiller.config.training import TrainingConfig, check_least
+from wandistiller.config.training import PrecisionName, TrainingConfig, check_least
 from wandistiller.errors import UsageError
 
 
@@ -157,3 +157,7 @@ class TrainVaeConfig(TrainingConfig):
             ("--high-frequency-weight", self.high_frequency_weight, 0),
             ("--statistics-samples", self.statistics_samples, 2),
         )
+
+    @property
+    def precision_name(self) -> PrecisionName:
+        return "fp16" if self.use_fp16 else self.mixed_precision

@@ -10,6 +10,8 @@ from typing import ClassVar, Literal
 from wandistiller.config.command import CommandConfig
 from wandistiller.errors import UsageError
 
+PrecisionName = Literal["auto", "no", "bf16", "fp16"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(CommandConfig):
@@ -48,7 +50,7 @@ class TrainingConfig(CommandConfig):
     clip_norm: float = 1.0
     """Most that the norm of all gradients may be; 0 for no limit."""
 
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    mixed_precision: PrecisionName = "auto"
     """What is computed in 16 bits while the weights stay as they are. 'auto' is bf16 on a GPU and no on the CPU."""
 
     use_ema: bool = False
@@ -101,6 +103,11 @@ class TrainingConfig(CommandConfig):
 
     memory_snapshot: Path | None = None
     """If device memory grows, write PyTorch's memory snapshot here and name the lines that hold it; costs some time."""
+
+    @property
+    def precision_name(self) -> PrecisionName:
+        """What is computed in 16 bits, by whichever flag it was asked for."""
+        return self.mixed_precision
 
     def check(self) -> None:
         check_least(

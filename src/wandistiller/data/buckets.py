@@ -7,7 +7,7 @@ are clips, to the longest one that they can fill. How pixels get there is for ``
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from wandistiller.errors import UsageError
@@ -38,6 +38,11 @@ class Bucket:
     frames: int
     height: int
     width: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Frames, height, width."""
+        return self.frames, self.height, self.width
 
     def __str__(self) -> str:
         """Return frames x height x width, as it is kept with cached latents."""
@@ -85,6 +90,11 @@ def make_buckets(
         if max(width, height) / min(width, height) <= max_aspect:
             sizes.add((width, height))
     return sorted(Bucket(count, *size) for count in set(frame_counts) for size in sizes)
+
+
+def largest_bucket(buckets: Iterable[Bucket | None]) -> Bucket:
+    """Return the one with the most pixels; samples that have none do not count."""
+    return max({each for each in buckets if each is not None}, key=lambda each: math.prod(each.shape))
 
 
 def choose_bucket(size: MediaSize, buckets: Sequence[Bucket]) -> Bucket | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from wandistiller.config.command import flag_words
 from wandistiller.units import Bytes
 
 
@@ -22,7 +23,7 @@ class Remedy:
     why: str = ""
 
     def __str__(self) -> str:
-        flags = " ".join(f"--{name.replace('_', '-')} {_text(value)}".rstrip() for name, value in self.changes.items())
+        flags = " ".join(flag_words(self.changes))
         price = "no slower" if self.slowdown < 1.02 else f"about {self.slowdown:.2g} times as long"
         return f"{flags}: frees {self.saves}, {price}{f' ({self.why})' if self.why else ''}"
 
@@ -43,7 +44,3 @@ def enough(remedies: Sequence[Remedy], shortage: int) -> list[Remedy]:
         if not any(remedy.changes.keys() & each.changes.keys() for each in chosen):
             chosen.append(remedy)
     return chosen
-
-
-def _text(value: Any) -> str:
-    return "" if value is True else str(value)

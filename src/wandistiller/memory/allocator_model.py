@@ -80,14 +80,6 @@ class AllocatorModel:
         """Return what a tensor takes, rounded as the allocator rounds."""
         return self._used[key][0].size if key in self._used else 0
 
-    def empty_cache(self) -> None:
-        """Give whole segments that nobody uses back to the driver."""
-        for is_small, pool in self._free.items():
-            whole = [block for _, block in pool if block.before is None and block.after is None]
-            for block in whole:
-                self._remove(block, is_small)
-                self.reserved -= block.size
-
     def _take(self, size: int, is_small: bool) -> _Block | None:
         pool = self._free[is_small]
         place = bisect.bisect_left(pool, ((size, -1, -1),))

@@ -68,7 +68,7 @@ def _on(card: Card, kernel: Kernel) -> float:
     return moved
 
 
-def streamed(seconds: Seconds, block_bytes: int, rate: float, *, is_trained: bool = False) -> float:
+def streamed(seconds: Seconds, block_bytes: int, rate: float) -> float:
     """Return the time of a step whose blocks come over a bus or from a disk, in each direction of the pass.
 
     Copies run beside the computation, so the slower of the two counts. Of trained blocks the gradients leave at the same time,

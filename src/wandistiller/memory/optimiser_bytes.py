@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -19,7 +20,7 @@ class OptimiserChoice:
     """An optimiser by name, and how weights in 16 bits take its updates."""
 
     name: str = "adamw"
-    rounding: str = "masters"
+    rounding: Literal["masters", "stochastic"] = "masters"
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         return parameter.dtype.itemsize < 4 and self.rounding == "masters"

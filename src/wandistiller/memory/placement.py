@@ -266,6 +266,11 @@ class StreamPlan:
         """Bytes of what blocks arrive in, and of what they are unpacked into."""
 
     @property
+    def moved_bytes(self) -> int:
+        """What passes over the bus when all blocks are used once."""
+        return sum(map(self.stored_bytes, self.layouts))
+
+    @property
     def device_bytes(self) -> int:
         return sum(self.outside) + sum(self.slots)
 

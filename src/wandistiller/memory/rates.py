@@ -36,15 +36,16 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the median time of five runs after one to warm up."""
     times = []
     for _ in range(6):
-        _synchronise(device)
+        synchronise(device)
         start = time.perf_counter()
         work()
-        _synchronise(device)
+        synchronise(device)
         times.append(time.perf_counter() - start)
     return sorted(times[1:])[2]
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -52,10 +52,6 @@ class Scene:
         for key in self._held.pop((role, kind), []):
             self._allocator.free(key)
 
-    def empty_cache(self) -> None:
-        """Give what nobody uses back to the device, as between phases."""
-        self._allocator.empty_cache()
-
     def play(self, tape: Tape, num_blocks: Mapping[str, int]) -> Played:
         """Do what a step does; what it leaves is still there afterwards, until ``drop``."""
         allocator, alive = self._allocator, dict[Key, int]()

@@ -34,6 +34,14 @@ class Placing:
     def is_streamed(self) -> bool:
         return self.name in ("offload", "disk")
 
+    def plan(self, use: Use) -> StreamPlan:
+        """Return what streaming a transformer would make."""
+        return StreamPlan(_subject(use), 2, self.resident, self.eight_bit, train=use.trains == "everything")
+
+
+def _subject(use: Use) -> Subject:
+    return Subject(model=use.model, blocks=list(use.model.get_submodule("blocks").children()))
+
 
 class Stage:
     """A phase being worked out."""
@@ -41,7 +49,6 @@ class Stage:
     def __init__(self, name: str, hardware: Hardware) -> None:
         self.name = name
         self.scene = Scene()
-        self._hardware = hardware
         self._items: list[Item] = []
         self._played: list[tuple[str, Played]] = []
         card = hardware.card
@@ -49,7 +56,7 @@ class Stage:
 
     def place(self, use: Use, placing: Placing) -> None:
         """Put a transformer's weights where they belong."""
-        subject = Subject(model=use.model, blocks=list(use.model.get_submodule("blocks").children()))
+        subject = _subject(use)
         tensors = [*use.model.parameters(), *use.model.buffers()]
         if placing.name == "cpu":
             self.add(use.name, "weights", "host", sum(tensor.nbytes for tensor in tensors))
@@ -57,20 +64,21 @@ class Stage:
         if not placing.is_streamed:
             self.scene.hold(use.name, "weights", [tensor.nbytes for tensor in tensors])
             return
-        plan = StreamPlan(subject, 2, placing.resident, placing.eight_bit, train=use.trains == "everything")
-        self.scene.hold(use.name, "slots", plan.slots)
-        self.scene.hold(use.name, "weights", plan.outside)
         trains = use.trains == "everything"
-        options = {"resident": placing.resident, "eight_bit": placing.eight_bit, "train": trains}
-        footprint: Footprint = choose_placement(placing.name, **options).predict(subject, _CUDA)  # type: ignore[arg-type]
-        self.add(use.name, "weights", "page-locked", footprint.page_locked)
-        self.add(use.name, "weights", "host", footprint.host)
+        placement = choose_placement(placing.name, resident=placing.resident, eight_bit=placing.eight_bit, train=trains)
+        self.stream(use.name, placing.plan(use), placement.predict(subject, _CUDA))
         if trains:
-            largest = max(use.block_bytes)
-            self.add(use.name, "gradients", "page-locked", 2 * largest)
+            self.add(use.name, "gradients", "page-locked", 2 * max(use.block_bytes))
             count = sum(each.numel() for each in use.model.get_submodule("blocks").parameters())
             self.add(use.name, "optimiser", "host", count * _HOST_STATE)
             self.add(use.name, "gradients", "host", sum(use.block_bytes))
+
+    def stream(self, role: str, plan: StreamPlan, footprint: Footprint) -> None:
+        """Let a model's blocks visit the device."""
+        self.scene.hold(role, "slots", plan.slots)
+        self.scene.hold(role, "weights", plan.outside)
+        self.add(role, "weights", "page-locked", footprint.page_locked)
+        self.add(role, "weights", "host", footprint.host)
 
     def place_slices(self, use: Use, slices: int) -> None:
         """Put a rank's slice of a transformer's weights there, and the blocks that are gathered: one in use, one on its way."""

@@ -60,8 +60,8 @@ class Use:
     trains: Trains = "nothing"
     adapters: Adapters | None = None
     """What is trained beside frozen weights."""
-    precision: str = "no"
-    """no, bf16, fp16: what is computed in 16 bits."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """What is computed in 16 bits."""
     policy: str = "none"
     to_host: bool = False
     is_compiled: bool = False

@@ -33,10 +33,8 @@ def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardw
         return step_seconds(use.tape, use.repeats, replace(hardware, card=None)).total
     if not placing.is_streamed:
         return seconds.total
-    blocks = use.block_bytes
-    moved = sum(blocks) * (1 - placing.resident / len(blocks)) * (0.508 if placing.eight_bit else 1.0)
     rate = hardware.bus_rate if placing.name == "offload" else min(hardware.disk_rate, hardware.bus_rate)
-    return streamed(seconds, int(moved), rate)
+    return streamed(seconds, placing.plan(use).moved_bytes, rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,9 @@ class Training:
     teacher_placing: Placing = field(default_factory=Placing)
     teacher_passes: int = 1
     parallel: str = "ddp"
-    """How several ranks train it: each with all of it (ddp), or with a slice (fsdp; hsdp within a machine)."""
+    """How several ranks train it: each with all of it (ddp), or with a slice (fsdp; hsdp within a group)."""
+    shard_size: int | None = None
+    """Ranks in a group of hsdp; None for those of a machine."""
 
     def phase(self, hardware: Hardware, *, name: str = "training", num_steps: int = 1) -> Phase:
         """Return what it takes."""
@@ -111,7 +111,7 @@ class Training:
 
     def slices(self, hardware: Hardware) -> int:
         """Return in how many pieces the ranks keep the student."""
-        return {"fsdp": hardware.num_ranks, "hsdp": max(hardware.num_cards, 1)}.get(self.parallel, 1)
+        return {"fsdp": hardware.num_ranks, "hsdp": self.shard_size or max(hardware.num_cards, 1)}.get(self.parallel, 1)
 
     def exchange_seconds(self, hardware: Hardware) -> float:
         """Return the time of a step that ranks spend on weights and gradients, beside the computation.
@@ -128,9 +128,10 @@ class Training:
         gradients = sum(each.nbytes for each in self.student.trained)
         between = hardware.network_rate if hardware.num_nodes > 1 else link
         if self.parallel == "hsdp":
-            cards, nodes = max(hardware.num_cards, 1), hardware.num_nodes
-            inside = (2 * weights * self.accumulation + gradients) * (cards - 1) / cards / link
-            return inside + 2 * gradients / cards * (nodes - 1) / max(nodes, 1) / hardware.network_rate
+            size = self.slices(hardware)
+            copies = ranks / size
+            inside = (2 * weights * self.accumulation + gradients) * (size - 1) / size / link
+            return inside + 2 * gradients / size * (copies - 1) / copies / between
         passed = 2 * weights * self.accumulation + gradients if self.parallel == "fsdp" else 2 * gradients
         return passed * (ranks - 1) / ranks / between
 
@@ -157,7 +158,7 @@ class Passes:
     held: tuple[int, ...] = ()
     """Bytes of what is held beside it: latents, velocities."""
 
-    def phase(self, hardware: Hardware, *, name: str, num_steps: int = 1) -> Phase:
+    def phase(self, hardware: Hardware, *, name: str = "denoising", num_steps: int = 1) -> Phase:
         """Return what it takes."""
         stage = Stage(name, hardware)
         use = self.use.changed(is_streamed=self.placing.is_streamed)

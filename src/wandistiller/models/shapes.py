@@ -32,7 +32,6 @@ _UMT5_XXL: Config = {
 class Shapes:
     """The parts of a pipeline, without their weights."""
 
-    source: str
     transformers: Sequence[Config]
     vae: Config
     text_encoder: Config | None
@@ -42,7 +41,7 @@ class Shapes:
     @classmethod
     def of(cls, vae: Config, *transformers: Config) -> Shapes:
         """Return the shapes of models at hand; the text encoder is of no concern."""
-        return cls(source="", transformers=transformers, vae=vae, text_encoder=None, size=usual_size(vae))
+        return cls(transformers=transformers, vae=vae, text_encoder=None, size=usual_size(vae))
 
     def text_encoder_model(self) -> nn.Module | None:
         """Return the text encoder on the meta device."""
@@ -61,7 +60,7 @@ def find_shapes(source: str) -> Shapes:
     if source in SIZES and not Path(source).exists() and not source.startswith("tiny"):
         size = SIZES[source]
         count = 1 if size.boundary is None else 2
-        return Shapes(source=source, transformers=[size.transformer] * count, vae=size.vae, text_encoder=_UMT5_XXL, size=size)
+        return Shapes(transformers=[size.transformer] * count, vae=size.vae, text_encoder=_UMT5_XXL, size=size)
     try:
         pipeline = find_pipeline(source, ("transformer", "transformer_2", "vae", "text_encoder"))
     except (CheckpointError, UsageError) as error:
@@ -75,7 +74,6 @@ def find_shapes(source: str) -> Shapes:
     vae = inspect_checkpoint(pipeline.part("vae"), VAE).config
     encoder = pipeline.parts.get("text_encoder")
     return Shapes(
-        source=source,
         transformers=[inspect_checkpoint(pipeline.part(name), TRANSFORMER).config for name in names],
         vae=vae,
         text_encoder=_read_config(encoder) if encoder is not None else None,

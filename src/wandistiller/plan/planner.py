@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wandistiller.config.command import CommandConfig, command_line
+from wandistiller.config.command import CommandConfig, command_line, launch_words
 from wandistiller.config.plan import PlanConfig, PlanRequest, parse_rate
 from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import Estimate
@@ -70,11 +71,9 @@ class Plan:
         if self.best is None:
             return None
         line = command_line(self.request.command, self.request.job, self.best.changes)
-        cards, nodes = self.hardware.num_cards, self.hardware.num_nodes
         if self.hardware.num_ranks == 1 or self.request.command == "sample":
             return line
-        launch = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc-per-node={cards}", "-m"]
-        return f"{' '.join(launch)} {line}"
+        return " ".join([*launch_words(self.hardware.num_nodes, self.hardware.num_cards), line])
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -88,17 +87,18 @@ def make_plan(request: PlanRequest) -> Plan:
         return Option(changes, estimate, tuple(estimate.lacks(hardware)))
 
     found: list[Option] = []
-    policies: list[Any] = []
-    for changes in candidates(request.job, request.given, hardware.num_ranks):
-        policy = policy_of(replace(request.job, **changes))
-        if policy not in policies:
-            # Each policy is slower than those before it: when two of them have fitted, the rest cannot be better.
-            if len({policy_of(replace(request.job, **each.changes)) for each in found if each.fits}) >= 2:
-                break
-            policies.append(policy)
-        # What only adds to a way that fits already cannot be better than it.
-        if not any(each.fits and each.changes and each.changes.items() <= changes.items() for each in found):
-            found.append(option(changes))
+    ways = candidates(request.job, request.given, hardware.num_ranks)
+    num_fitting = 0
+    for _, group in itertools.groupby(ways, key=lambda changes: policy_of(replace(request.job, **changes))):
+        before = len(found)
+        for changes in group:
+            # What only adds to a way that fits already cannot be better than it.
+            if not any(each.fits and each.changes and each.changes.items() <= changes.items() for each in found):
+                found.append(option(changes))
+        # Each policy is slower than those before it: when two of them have fitted, the rest cannot be better.
+        num_fitting += any(each.fits for each in found[before:])
+        if num_fitting == 2:
+            break
     if not any(each.fits for each in found):
         for smaller in smaller_batches(request.job, request.given):
             found += [option({**each.changes, **smaller}) for each in list(found) if "batch_size" not in each.changes]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from wandistiller.config.command import flag_words
 from wandistiller.memory.estimates import Estimate, Phase, by_kind
 from wandistiller.memory.hardware import Hardware
 from wandistiller.plan.planner import Option, Plan
@@ -66,7 +68,9 @@ def as_json(plan: Plan, *, top: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time in few digits."""
+    """Return a time in few digits; of what was not worked out, none."""
+    if math.isinf(seconds):
+        return "-"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
@@ -80,8 +84,8 @@ def _title(plan: Plan, shown: Option) -> str:
 
 def _phases(estimate: Estimate, title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for name, justify in (("phase", "left"), ("what", "left"), ("card", "right"), ("host", "right"), ("page-locked", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("phase", "what", "card", "host", "page-locked"):
+        table.add_column(name, justify="left" if name in ("phase", "what") else "right")
     for phase in estimate.phases:
         for number, ((role, kind), sizes) in enumerate(_rows(phase).items()):
             what = f"{role} {kind}".strip()
@@ -121,14 +125,7 @@ def _reasons(plan: Plan, top: int) -> list[str]:
 
 
 def _flags(option: Option) -> str:
-    words = []
-    for name, value in option.changes.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            words.append(f"{flag} {value}")
-    return " ".join(words)
+    return " ".join(flag_words(option.changes))
 
 
 def _option(option: Option) -> dict[str, Any]:
@@ -136,7 +133,7 @@ def _option(option: Option) -> dict[str, Any]:
         "changes": dict(option.changes),
         "fits": option.fits,
         "why_not": list(option.lacks),
-        "seconds_per_step": option.seconds,
+        "seconds_per_step": _number(option.seconds),
         "device": int(option.estimate.device),
         "host": int(option.estimate.host),
         "page_locked": int(option.estimate.page_locked),
@@ -145,7 +142,7 @@ def _option(option: Option) -> dict[str, Any]:
                 "name": phase.name,
                 "allocated": int(phase.peak),
                 "reserved": int(phase.reserved),
-                "seconds": phase.seconds,
+                "seconds": _number(phase.seconds),
                 "items": [
                     {"role": item.role, "kind": item.kind, "where": item.where, "bytes": int(item.size)} for item in phase.items
                 ],
@@ -154,3 +151,8 @@ def _option(option: Option) -> dict[str, Any]:
         ],
         "disk": [{"role": item.role, "kind": item.kind, "bytes": int(item.size)} for item in option.estimate.disk],
     }
+
+
+def _number(seconds: float) -> float | None:
+    """JSON knows no infinity."""
+    return None if math.isinf(seconds) else seconds

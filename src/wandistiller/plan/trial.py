@@ -16,25 +16,26 @@ from torch import Tensor, nn
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.host import page_locked_bytes
-from wandistiller.memory.other_uses import Decoding
 from wandistiller.memory.placement import Placed, Subject
+from wandistiller.memory.rates import synchronise
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.streaming import bind
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.devices import free_memory
+from wandistiller.models.random_weights import RandomWeights
 from wandistiller.models.stored import VAE, build_empty
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching
-from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, Optimises, autocast
+from wandistiller.train.optimisation import Optimisation, OptimiserOptions, Optimises, autocast
 from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.units import Bytes
 
-_POOL = 2**24
 _WARM_UPS = 2
 
 
@@ -64,10 +65,10 @@ def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured
             step(number)
         times = []
         for number in range(_WARM_UPS, _WARM_UPS + num_steps):
-            _synchronise(device)
+            synchronise(device)
             start = time.perf_counter()
             step(number)
-            _synchronise(device)
+            synchronise(device)
             times.append(time.perf_counter() - start)
         is_cuda = device.type == "cuda"
         measured = Measured(
@@ -84,12 +85,12 @@ def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured
 
 def _training(work: Training, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
     student = work.student
-    precision: MixedPrecision = student.precision  # type: ignore[assignment]
+    precision = student.precision
     placed, model = _place(student, work.placing, device, ends)
     teacher = _place(work.teacher, work.teacher_placing, device, ends)[1] if work.teacher is not None else None
     role = Role(student.name, model, is_trained=True)
     average = MovingAverage(model, role.trained_parameters, 0.999) if work.averages else None
-    options = OptimiserOptions(name=work.optimiser.name, rounding=work.optimiser.rounding)  # type: ignore[arg-type]
+    options = OptimiserOptions(name=work.optimiser.name, rounding=work.optimiser.rounding)
     optimisation: Optimises
     if placed.stream is not None and placed.stream.gradients is not None:
         on_host = HostOptimisation(role.trained_parameters, placed.stream, options, precision, device)
@@ -150,7 +151,8 @@ def _vae_training(work: VaeStep, device: torch.device, ends: ExitStack) -> Calla
     average = None
     if work.config.use_ema:
         average = MovingAverage(models["vae"], method.roles["vae"].trained_parameters, 0.999)
-    batch = work.batch(torch.rand(work.config.batch_size, 3, *work.shape, device=device) * 2 - 1)
+    count = work.config.batch_size
+    batch = work.batch(torch.rand(count, 3, *work.shape, device=device) * 2 - 1, torch.arange(count))
 
     def step(number: int) -> None:
         for turn in method.turns:
@@ -167,7 +169,7 @@ def _vae_training(work: VaeStep, device: torch.device, ends: ExitStack) -> Calla
 
 def _filled(model: nn.Module, device: torch.device) -> nn.Module:
     """Give a model on the meta device random weights."""
-    weights = _RandomWeights(model)
+    weights = RandomWeights(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         bind(tensor, weights(name).to(device))
     return model
@@ -193,7 +195,7 @@ def _place(use: Use, placing: Placing, device: torch.device, ends: ExitStack) ->
             block.forward = torch.compile(block.forward)
     if use.policy != "none" or use.to_host:
         ends.callback(apply_policy(blocks, use.policy, device, to_host=use.to_host).detach)
-    weights = _RandomWeights(model)
+    weights = RandomWeights(model)
     trains = use.trains == "everything"
     placement = choose_placement(placing.name, resident=placing.resident, eight_bit=placing.eight_bit, train=trains)
     placed = placement.attach(Subject(model=model, blocks=blocks, read=weights), device)
@@ -202,34 +204,12 @@ def _place(use: Use, placing: Placing, device: torch.device, ends: ExitStack) ->
     return placed, model
 
 
-class _RandomWeights:
-    """Values for a model's tensors, cut from one pool so that making them costs a copy and no more."""
-
-    def __init__(self, model: nn.Module) -> None:
-        values = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)) * 0.02
-        self._specs = {
-            name: (tensor.shape, tensor.dtype) for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
-        self._pools = {dtype: values.to(dtype) for dtype in {dtype for _, dtype in self._specs.values()}}
-
-    def __call__(self, name: str) -> Tensor:
-        shape, dtype = self._specs[name]
-        count = shape.numel()
-        pool = self._pools[dtype]
-        return (pool if count <= _POOL else pool.repeat(-(-count // _POOL)))[:count].view(shape).clone()
-
-
 def _tensors(use: Use, device: torch.device) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = (use.batch_size, *use.latent_shape)
     latents, noise = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
     text = torch.randn(use.batch_size, use.text_tokens, use.config["text_dim"], generator=generator).to(device)
     return {"latents": latents, "noise": noise, "text": text, "sigma": torch.full((use.batch_size,), 0.5, device=device)}
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 _STEPS: dict[type, Callable[[Any, torch.device, ExitStack], Callable[[int], None]]] = {

@@ -43,13 +43,11 @@ def verify(plan: Plan) -> list[Comparison]:
     total = torch.cuda.get_device_properties(device).total_memory
     # Where the plan is for a smaller card, this process gets no more than that card has.
     torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0), device)
-    phases = [phase for phase in plan.best.estimate.phases if phase.work is not None]
-    found = []
-    for phase in phases:
-        assert phase.work is not None
-        found.append(Comparison(phase, try_out(phase.work, device)))
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
-    return found
+    try:
+        tried = [phase for phase in plan.best.estimate.phases if phase.work is not None]
+        return [Comparison(phase, try_out(phase.work, device)) for phase in tried]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def show_comparisons(found: list[Comparison], console: Console | None = None) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
+from wandistiller.memory.encoder_phases import Decoding, text_phase
 from wandistiller.memory.estimates import Estimate, Phase
 from wandistiller.memory.hardware import Hardware
-from wandistiller.memory.other_uses import Decoding, text_phase
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Passes

@@ -77,7 +77,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     if config.noisy_source == "noise" and prompts is not None:
         say("Learning on pure noise, a baseline: sampling asks elsewhere, so expect a good loss and poor pictures")
     return DistillJob(
-        config=_with_sizes(config, plan),
+        config=with_sizes(config, plan),
         device=device,
         parallel=parallel,
         pipeline=pipeline,
@@ -97,7 +97,7 @@ def _check_student(config: DistillConfig, plan: StudentPlan, teacher: StoredMode
         raise UsageError("--feature-weight needs matched blocks.", fix="Use --student-init teacher.")
 
 
-def _with_sizes(config: DistillConfig, plan: StudentPlan) -> DistillConfig:
+def with_sizes(config: DistillConfig, plan: StudentPlan) -> DistillConfig:
     """Take the sizes of the student's description where the flags have none."""
     if config.width is None and plan.image_size is not None:
         config = replace(config, height=plan.image_size[0], width=plan.image_size[1])

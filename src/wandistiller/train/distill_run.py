@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from wandistiller.checkpoint.trained import follow_model, write_model, write_student_pipeline
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.placement import parse_resident
+from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.data.encoded import EncodedData
 from wandistiller.data.teacher_records import RecordSamples
@@ -22,7 +23,7 @@ from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.memory.activations import apply_policy
-from wandistiller.memory.estimates import Phase
+from wandistiller.memory.estimates import Phase, margin
 from wandistiller.memory.experts import Experts
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
@@ -38,6 +39,7 @@ from wandistiller.train.across_ranks import AcrossRanks
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob, prepare_distillation
 from wandistiller.train.ema import MovingAverage, in_use
+from wandistiller.train.forecast import hardware_of
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.health import WatchHealth
 from wandistiller.train.held_out import MeasureHeldOut
@@ -45,7 +47,6 @@ from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
-from wandistiller.train.predicted import largest
 from wandistiller.train.prediction import distill_work
 from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
@@ -129,8 +130,7 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
             resident=parse_resident(config.teacher_resident, "--teacher-resident"),
             eight_bit=config.teacher_dtype == "float8",
             device_map=config.teacher_device_map,
-            # In float32: weights, gradients and two moments. What it computes with comes on top.
-            headroom=None if config.is_stored else Bytes(16 * job.plan.num_parameters()),
+            headroom=_student_room(job, questions) if name == "auto" and job.device.type == "cuda" else None,
         )
     experts = Experts(
         job.teachers,
@@ -146,6 +146,16 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
     if not serves:
         return teacher
     return ServedTeacher(teacher if ranks.is_first else None, ranks, job.device)
+
+
+def _student_room(job: DistillJob, questions: Questions) -> Bytes | None:
+    """Return what has to be left free for the student, where it is trained beside the teacher."""
+    if job.config.is_stored:
+        return None
+    hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
+    work = distill_work(job.config, shapes, job.plan.config, hardware, largest_bucket(questions.samples.buckets).shape)
+    needed = replace(work, teacher=None).phase(hardware).reserved
+    return Bytes(needed + margin(needed))
 
 
 def _teacher_mesh(job: DistillJob, ranks: Ranks) -> DeviceMesh:
@@ -241,7 +251,7 @@ def _foresee(job: DistillJob, samples: Any, teacher: Teaches | None) -> Callable
     shapes = Shapes.of(job.vae.config, job.teacher_config)
 
     def make(hardware: Hardware) -> Phase:
-        work = distill_work(job.config, shapes, job.plan.config, hardware, largest(samples.buckets))
+        work = distill_work(job.config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape)
         is_asked = teacher is not None and not job.config.is_stored
         return (work if is_asked else replace(work, teacher=None)).phase(hardware)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from wandistiller.checkpoint.trained import follow_model, write_lora, write_model, write_pipeline
 from wandistiller.config.placement import parse_resident
 from wandistiller.config.train import TrainConfig
+from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.cached_samples import CachedSamples, Randomness
 from wandistiller.data.encoded import EncodedData
 from wandistiller.distributed.parallel import Parallel
@@ -47,7 +48,6 @@ from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises, travels_in
-from wandistiller.train.predicted import largest
 from wandistiller.train.prediction import train_work
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
@@ -264,7 +264,7 @@ def _foresee(job: _Job, student: _Student, data: EncodedData, samples: CachedSam
     name = "offload" if student.stream is not None and job.config.placement == "auto" else job.config.placement
     config = replace(job.config, placement="gpu" if name == "auto" else name)
     shapes = Shapes.of(data.vae.config, job.transformer.config)
-    return lambda hardware: train_work(config, shapes, hardware, largest(samples.buckets)).phase(hardware)
+    return lambda hardware: train_work(config, shapes, hardware, largest_bucket(samples.buckets).shape).phase(hardware)
 
 
 def _samples(job: _Job, data: EncodedData) -> CachedSamples:

@@ -10,11 +10,15 @@ import torch
 
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
+from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.config.training import TrainingConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
+from wandistiller.data.buckets import largest_bucket
+from wandistiller.data.encode import plan_buckets
+from wandistiller.memory.encoder_phases import encode_phase, text_phase
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
-from wandistiller.memory.other_uses import encode_phase, text_phase
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, Use
 from wandistiller.memory.works import Passes, Training
@@ -22,25 +26,24 @@ from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.student_config import read_student_config
+from wandistiller.train.distill_job import with_sizes
+from wandistiller.train.optimisation import MixedPrecision
+from wandistiller.train.runs import choose_precision
 from wandistiller.units import Bytes
 
 Pixels = tuple[int, int, int]
 """Frames, height and width of samples."""
 
 
-def pixel_shape(config: TransformerTrainingConfig, shapes: Shapes) -> Pixels:
-    """Return frames, height and width of the largest samples."""
-    world = next((spec for spec in (config.dataset_path, getattr(config, "data_path", None)) if spec and _is_world(spec)), None)
-    if world is not None:
-        frames, height, width = world.split(":")[2].split("x")
-        return max(map(int, frames.split("+"))), int(height), int(width)
-    size = shapes.size
-    return max(config.frames, default=size.frames), config.height or size.height, config.width or size.width
+def planned_pixels(config: TransformerTrainingConfig | TrainVaeConfig, vae: Mapping[str, Any]) -> Pixels:
+    """Return the size of the largest samples that a configuration sorts its data into."""
+    buckets = plan_buckets(vae, config.width, config.height, config.frames, config.max_aspect)
+    return largest_bucket(buckets).shape
 
 
 def predict_train(config: TrainConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train`` takes."""
-    work = train_work(config, shapes, hardware, pixel_shape(config, shapes))
+    work = train_work(config, shapes, hardware, planned_pixels(config, shapes.vae))
     training = work.phase(hardware, num_steps=config.num_steps or 1000)
     count = sum(each.numel() for each in work.student.trained)
     disk = (Item("student", "states", "disk", _state_bytes(count, config)), Item("student", "result", "disk", Bytes(4 * count)))
@@ -58,7 +61,7 @@ def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: 
         dtype=weights,
         trains="adapters" if config.lora_rank else "everything",
         adapters=Adapters(config.lora_rank, config.lora_targets) if config.lora_rank else None,
-        precision=precision_of(config, hardware, weights),
+        precision=foreseen_precision(config, hardware, weights),
         policy=config.policy,
         to_host=config.activations_to_host,
         is_compiled=config.torch_compile,
@@ -69,7 +72,8 @@ def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: 
         optimiser=OptimiserChoice(config.optimizer_name, config.rounding),
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
-        parallel="ddp" if config.parallel == "auto" else config.parallel,
+        parallel=config.parallel,
+        shard_size=config.shard_size,
     )
 
 
@@ -77,12 +81,8 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
     """Return what ``distill`` takes."""
     factors = {"spatial_factor": shapes.vae["scale_factor_spatial"], "temporal_factor": shapes.vae["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, dict(shapes.transformers[0]), **factors)
-    frames, height, width = pixel_shape(config, shapes)
-    if config.width is None and plan.image_size is not None:
-        height, width = plan.image_size
-    if not config.frames and plan.num_frames is not None:
-        frames = plan.num_frames
-    work = distill_work(config, shapes, plan.config, hardware, (frames, height, width))
+    config = with_sizes(config, plan)
+    work = distill_work(config, shapes, plan.config, hardware, planned_pixels(config, shapes.vae))
     phases = [*encoding_phases(config, shapes, hardware)]
     if config.is_stored:
         assert work.teacher is not None
@@ -115,7 +115,7 @@ def distill_work(
             batch_size=config.batch_size,
             dtype=torch.float32,
             trains="everything",
-            precision=precision_of(config, hardware, torch.float32),
+            precision=foreseen_precision(config, hardware),
             policy=config.policy,
             to_host=config.activations_to_host,
             is_compiled=config.torch_compile,
@@ -123,7 +123,8 @@ def distill_work(
         optimiser=OptimiserChoice(config.optimizer_name),
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
-        parallel="ddp" if config.parallel == "auto" else config.parallel,
+        parallel=config.parallel,
+        shard_size=config.shard_size,
         teacher=Use(
             name="teacher",
             config=shapes.transformers[0],
@@ -145,16 +146,14 @@ def encoding_phases(config: TransformerTrainingConfig, shapes: Shapes, hardware:
     if encoder is not None:
         found.append(text_phase(encoder, hardware, dtype))
     if config.dataset_path is not None:
-        frames, height, width = pixel_shape(config, shapes)
+        frames, height, width = planned_pixels(config, shapes.vae)
         found.append(encode_phase(shapes.vae, (3, frames, height, width), torch.float32, hardware))
     return found
 
 
-def precision_of(config: Any, hardware: Hardware, weights: torch.dtype) -> str:
+def foreseen_precision(config: TrainingConfig, hardware: Hardware, weights: torch.dtype = torch.float32) -> MixedPrecision:
     """Return what is computed in 16 bits on such hardware."""
-    if config.mixed_precision != "auto":
-        return str(config.mixed_precision)
-    return "bf16" if hardware.card is not None and weights == torch.float32 else "no"
+    return choose_precision(config, torch.device("cpu" if hardware.card is None else "cuda"), weights)
 
 
 def _teacher_dtype(config: DistillConfig, hardware: Hardware) -> torch.dtype:
@@ -167,7 +166,3 @@ def _state_bytes(count: int, config: TransformerTrainingConfig) -> Bytes:
     """Return what the states that are kept take: weights, moments, average."""
     each = 12 + (4 if config.use_ema else 0)
     return Bytes(config.keep * each * count)
-
-
-def _is_world(spec: str) -> bool:
-    return spec.startswith(("world:", "world-heldout:")) and spec.count(":") >= 2

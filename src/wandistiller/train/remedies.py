@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.training import TrainingConfig
-from wandistiller.distributed.parallel import choose_parallel
 from wandistiller.distributed.ranks import read_ranks
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.estimates import Phase
@@ -17,7 +16,8 @@ from wandistiller.memory.hardware import Hardware, detect
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.works import Training
 from wandistiller.models.shapes import Shapes
-from wandistiller.train.prediction import distill_work, pixel_shape, train_work
+from wandistiller.train.forecast import of_this_job
+from wandistiller.train.prediction import distill_work, planned_pixels, train_work
 from wandistiller.units import Bytes
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
@@ -31,15 +31,9 @@ def find_remedies(config: TrainConfig, shapes: Shapes, failure: Failure) -> list
         return []
 
     def work(changed: TrainConfig, hardware: Hardware) -> Training:
-        return train_work(changed, shapes, hardware, pixel_shape(changed, shapes))
+        return train_work(changed, shapes, hardware, planned_pixels(changed, shapes.vae))
 
-    found = _compared(config, _train_ways(config), work)
-    ranks = read_ranks()
-    if ranks.world_size > 1 and not config.is_sharded and config.placement == "gpu" and config.optimizer_name == "adamw":
-        fixed = fixed_bytes(work(config, detect(measures=False)))
-        saves = Bytes(fixed * (ranks.world_size - 1) // ranks.world_size)
-        found.append(Remedy(changes={"parallel": "fsdp"}, saves=saves, slowdown=1.1, why="a slice of the model on each card"))
-    return found
+    return _compared(config, _train_ways(config), work)
 
 
 def find_distill_remedies(config: DistillConfig, shapes: Shapes, student: Mapping[str, Any], failure: Failure) -> list[Remedy]:
@@ -56,17 +50,9 @@ def find_distill_remedies(config: DistillConfig, shapes: Shapes, student: Mappin
     return _compared(config, ways, _distill_work(shapes, student))
 
 
-def fixed_bytes(work: Training) -> int:
-    """Return what weights, gradients and the optimiser take on a card, whatever the batch."""
-    weights = sum(each.nbytes for each in work.student.model.parameters())
-    trained = work.student.trained
-    gradients = sum(each.nbytes for each in trained)
-    return weights + gradients + sum(work.optimiser.masters(trained)) + sum(work.optimiser.state(trained))
-
-
 def _distill_work(shapes: Shapes, student: Mapping[str, Any]) -> Callable[[DistillConfig, Hardware], Training]:
     def work(changed: DistillConfig, hardware: Hardware) -> Training:
-        found = distill_work(changed, shapes, student, hardware, pixel_shape(changed, shapes))
+        found = distill_work(changed, shapes, student, hardware, planned_pixels(changed, shapes.vae))
         return replace(found, teacher=None) if changed.is_stored else found
 
     return work
@@ -81,8 +67,11 @@ def _train_ways(config: TrainConfig) -> list[Way]:
         ways.append(({"weights_dtype": "bfloat16", "rounding": "stochastic"}, "weights and gradients in 16 bits"))
     if is_full:
         ways.append(({"lora_rank": 32}, "adapters beside frozen weights"))
-    if config.placement == "gpu" and not config.is_sharded and read_ranks().world_size == 1 and not config.cuda_graphs:
-        ways.append(({"placement": "offload"}, "weights in host memory"))
+    if config.placement == "gpu" and not config.is_sharded and not config.cuda_graphs:
+        if read_ranks().world_size == 1:
+            ways.append(({"placement": "offload"}, "weights in host memory"))
+        elif config.optimizer_name == "adamw":
+            ways.append(({"parallel": "fsdp"}, "a slice of the model on each card"))
     return ways
 
 
@@ -106,21 +95,14 @@ def _teacher_ways(config: DistillConfig) -> Iterator[Way]:
 
 def _compared(config: ConfigT, ways: list[Way], work: Callable[[ConfigT, Hardware], Training]) -> list[Remedy]:
     """Return the ways with what each saves and costs against the run as it is."""
-    hardware = detect(measures=False)  # which would need memory
+    hardware = of_this_job(detect(measures=False))  # measuring would need memory
     now = work(config, hardware).phase(hardware)
-    slices = choose_parallel(config.parallel, config.shard_size, read_ranks()).shard_size if config.is_sharded else 1
     found = []
     for changes, why in ways:
         other = work(replace(config, **changes), hardware).phase(hardware)
-        saves = now.reserved - other.reserved
-        if slices > 1 and not _is_about_activations(changes):
-            saves //= slices
-        found.append(Remedy(changes=changes, saves=Bytes(saves), slowdown=_ratio(other, now), why=why))
+        saves = Bytes(now.reserved - other.reserved)
+        found.append(Remedy(changes=changes, saves=saves, slowdown=_ratio(other, now), why=why))
     return found
-
-
-def _is_about_activations(changes: Mapping[str, Any]) -> bool:
-    return bool(changes.keys() & {"activation_policy", "activations_to_host", "batch_size"})
 
 
 def _ratio(other: Phase, now: Phase) -> float:

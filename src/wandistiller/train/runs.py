@@ -28,13 +28,13 @@ from wandistiller.models.devices import find_device
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
+from wandistiller.train.forecast import forecast
 from wandistiller.train.graphs import check_can_graph
 from wandistiller.train.loop import Loop, LoopOptions, Stopped
 from wandistiller.train.memory_watch import WatchMemory
 from wandistiller.train.method import Method, Role
 from wandistiller.train.metrics import ShowProgress, WriteMetrics
 from wandistiller.train.optimisation import MixedPrecision, OptimiserOptions, Optimises
-from wandistiller.train.predicted import predict
 
 
 def prepare_device(config: TrainingConfig) -> torch.device:
@@ -58,8 +58,8 @@ def prepare_parallel(config: TrainingConfig) -> Parallel:
 
 def choose_precision(config: TrainingConfig, device: torch.device, weights: torch.dtype = torch.float32) -> MixedPrecision:
     """Return what is computed in 16 bits; weights that have 16 bits themselves need nothing."""
-    if config.mixed_precision != "auto":
-        return config.mixed_precision
+    if config.precision_name != "auto":
+        return config.precision_name
     return "bf16" if device.type == "cuda" and weights == torch.float32 else "no"
 
 
@@ -182,7 +182,7 @@ class Run:
             write_config(config.output_dir / "run.toml", config, config.command)
             for line in about:
                 say(line)
-        predicted = predict(foresee, self.device) if foresee is not None and self.ranks.is_first else None
+        predicted = forecast(foresee, self.device) if foresee is not None and self.ranks.is_first else None
         if predicted is not None:
             say(predicted.line())
             predicted.save(config.output_dir)

@@ -29,6 +29,7 @@ from wandistiller.models.vae_passes import VaePass
 from wandistiller.train.method import Role
 from wandistiller.train.methods.vae import VaeTraining, VaeWeights
 from wandistiller.train.optimisation import MixedPrecision, autocast
+from wandistiller.train.prediction import foreseen_precision, planned_pixels
 from wandistiller.units import Bytes
 
 _CPU = torch.device("cpu")
@@ -36,7 +37,8 @@ _CPU = torch.device("cpu")
 
 def predict_train_vae(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train-vae`` takes."""
-    work = VaeStep(config=config, vae=shapes.vae, shape=pixel_shape(config, shapes), precision=precision_of(config, hardware))
+    shape, precision = planned_pixels(config, shapes.vae), foreseen_precision(config, hardware)
+    work = VaeStep(config=config, vae=shapes.vae, shape=shape, precision=precision)
     count = sum(each.numel() for parameters in work.trained(work.build()).values() for each in parameters)
     disk = (Item("vae", "states", "disk", Bytes(config.keep * 12 * count)),)
     return Estimate(phases=(work.phase(hardware, num_steps=config.num_steps or 1000),), disk=disk)
@@ -82,11 +84,10 @@ class VaeStep:
             reduced_min_sizes=self.config.reduced_min_sizes,
         )
 
-    def batch(self, pixels: Tensor) -> Batch:
-        """Return a batch of a step in which everything happens, the gradient penalty too."""
+    def batch(self, pixels: Tensor, seeds: Tensor) -> Batch:
+        """Return a batch of a step in which everything happens, the gradient penalty too; only its seeds are looked at."""
         config = self.config
         step = -(-config.gan_start // config.r1_interval) * config.r1_interval
-        seeds = torch.arange(len(pixels))
         return Batch({"pixels": pixels, "seed": seeds}, ("",) * len(pixels), 0, 0, step)
 
     def phase(self, hardware: Hardware, *, num_steps: int = 1) -> Phase:
@@ -107,13 +108,12 @@ class VaeStep:
         return replace(stage.finished(seconds, num_steps), work=self)
 
     def _record(self, models: Models) -> Tape:
-        seeds = torch.arange(self.config.batch_size)  # real numbers, which the method reads
+        seeds = torch.arange(self.config.batch_size)
         with recording() as recorder:
             for model in models.values():
                 materialise(recorder, model)
             with recorder.elsewhere():
-                batch = self.batch(torch.empty(self.config.batch_size, 3, *self.shape))
-            batch.tensors["seed"] = seeds
+                batch = self.batch(torch.empty(self.config.batch_size, 3, *self.shape), seeds)
             method = self.method(models)
             for turn in method.turns:
                 with autocast(self.precision, _CPU):
@@ -122,21 +122,3 @@ class VaeStep:
                 losses.total.backward()
                 method.roles[turn.role].model.zero_grad(set_to_none=True)
         return recorder.tape
-
-
-def pixel_shape(config: TrainVaeConfig, shapes: Shapes) -> tuple[int, int, int]:
-    """Return frames, height and width of the largest samples."""
-    if config.dataset_path is not None and config.dataset_path.startswith("world:"):
-        frames, height, width = config.dataset_path.split(":")[2].split("x")
-        return max(map(int, frames.split("+"))), int(height), int(width)
-    size = shapes.size
-    return max(config.frames, default=size.frames), config.height or size.height, config.width or size.width
-
-
-def precision_of(config: TrainVaeConfig, hardware: Hardware) -> MixedPrecision:
-    """Return what is computed in 16 bits on such hardware."""
-    if config.use_fp16:
-        return "fp16"
-    if config.mixed_precision != "auto":
-        return config.mixed_precision
-    return "bf16" if hardware.card is not None else "no"

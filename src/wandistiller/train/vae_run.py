@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLWan
 
 from wandistiller.checkpoint.trained import follow_model, write_model
 from wandistiller.config.train_vae import TrainVaeConfig
-from wandistiller.data.buckets import Bucket
+from wandistiller.data.buckets import Bucket, largest_bucket
 from wandistiller.data.encode import plan_buckets
 from wandistiller.data.pixel_samples import PixelSamples
 from wandistiller.data.sources import assign_buckets, open_source, refuse
@@ -39,7 +39,6 @@ from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
-from wandistiller.train.predicted import largest
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.train.vae_quality import MeasureReconstructions
@@ -93,7 +92,7 @@ def _prepare(config: TrainVaeConfig) -> _Job:
         device=device,
         parallel=parallel,
         vae=vae,
-        precision="fp16" if config.use_fp16 else choose_precision(config, device),
+        precision=choose_precision(config, device),
         samples=_open(config, config.dataset_path, buckets, mirror=config.mirror),
         held_out=_open(config, config.held_out, buckets) if config.held_out else None,
     )
@@ -167,8 +166,8 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
 
 
 def _foresee(job: _Job) -> Callable[[Hardware], Phase]:
-    work = VaeStep(config=job.config, vae=job.vae.config, shape=largest(job.samples.buckets), precision=job.precision)
-    return work.phase
+    shape = largest_bucket(job.samples.buckets).shape
+    return VaeStep(config=job.config, vae=job.vae.config, shape=shape, precision=job.precision).phase
 
 
 def _make_roles(job: _Job) -> tuple[Role, Role | None]:

@@ -49,7 +49,14 @@ def test_what_is_given_is_kept():
 def test_a_batch_that_does_not_fit_becomes_smaller_ones():
     """A step still trains on the same samples."""
     job = TrainConfig(
-        model="wan2.1-1.3b", dataset_path="world:9:17x256x256", batch_size=8, lora_rank=4, weights_dtype="bfloat16"
+        model="wan2.1-1.3b",
+        dataset_path="clips",
+        width=256,
+        height=256,
+        frames=(17,),
+        batch_size=8,
+        lora_rank=4,
+        weights_dtype="bfloat16",
     )
     given = frozenset({"activation_policy", "activations_to_host", "placement", "weights_dtype"})
     shapes, hardware = find_shapes("wan2.1-1.3b"), described(card="rtx4090", host_memory=Bytes(2**36))
@@ -90,6 +97,21 @@ def test_json_tells_the_same(capsys, lora):
     assert found["run"] == lora.command
     phases = found["plans"][0]["phases"]
     assert [phase["name"] for phase in phases] == ["encoding text", "encoding media", "training"]
+
+
+def test_json_of_what_is_hopeless_is_json(capsys):
+    """Its time is not worked out, and an infinity would be no JSON."""
+    flags = ["train", "--model", "wan2.1-14b", "--activation-policy", "none", "--no-activations-to-host"]
+    assert main(["plan", *flags, "--gpu", "24GiB", "--ram", "64GiB", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["asked"]["seconds_per_step"] is None and not found["fits"]
+
+
+def test_other_commands_in_a_file_give_nothing(tmp_path):
+    file = tmp_path / "all.toml"
+    file.write_text('[train]\nmodel = "wan2.1-1.3b"\n[distill]\nactivation_policy = "full"\n')
+    request = parse("plan", ["train", "--config", str(file), *MACHINE])
+    assert "model" in request.given and "activation_policy" not in request.given
 
 
 def test_the_plan_can_be_run_from_its_file(tmp_path, capsys, lora):

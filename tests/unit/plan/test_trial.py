@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
-from wandistiller.memory.other_uses import Decoding
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, Use
 from wandistiller.memory.works import Passes, Training

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from wandistiller.memory.durations import step_seconds
 from wandistiller.memory.estimates import Phase, margin
 from wandistiller.memory.hardware import Hardware
-from wandistiller.memory.layout import lay_out, named_tensors
+from wandistiller.memory.layout import named_tensors
+from wandistiller.memory.placement import StreamPlan, Subject, find_placement
 from wandistiller.memory.stage import Stage
 from wandistiller.memory.tape import Tape
 from wandistiller.memory.tracing import materialise, recording
@@ -34,13 +35,9 @@ def text_phase(encoder: nn.Module, hardware: Hardware, dtype: torch.dtype, *, is
     if is_streamed is None:
         is_streamed = hardware.card is not None and sum(sizes) + working + margin(sum(sizes)) + 2**30 > hardware.room
     if is_streamed:
-        blocks = list(encoder.get_submodule("encoder.block").children())
-        inside = {id(tensor) for block in blocks for _, tensor in named_tensors(block)}
-        layouts = [lay_out(named_tensors(block)).num_bytes for block in blocks]
-        stage.scene.hold("text encoder", "slots", [max(layouts)] * 2)
-        outside = [tensor.nbytes for _, tensor in named_tensors(encoder) if id(tensor) not in inside]
-        stage.scene.hold("text encoder", "weights", outside)
-        stage.add("text encoder", "weights", "page-locked", sum(layouts))
+        subject = Subject(model=encoder, blocks=list(encoder.get_submodule("encoder.block").children()))
+        footprint = find_placement("offload").predict(subject, torch.device("cuda"))
+        stage.stream("text encoder", StreamPlan(subject, 2, 0, quantise=False), footprint)
     else:
         stage.scene.hold("text encoder", "weights", sizes)
     stage.scene.hold("text encoder", "activations", [working])

@@ -4,10 +4,9 @@ import json
 
 import torch
 
-from wandistiller.data.buckets import Bucket
 from wandistiller.memory.estimates import Item, Phase
 from wandistiller.memory.monitor import DeviceMemory, Monitor
-from wandistiller.train.predicted import Predicted, largest, predict
+from wandistiller.train.forecast import Forecast, forecast
 from wandistiller.units import Bytes
 
 CARD = torch.device("cuda", 0)
@@ -29,10 +28,10 @@ def monitor_of(reserved):
 
 
 def test_both_are_told_and_kept(tmp_path):
-    predicted = Predicted(PHASE, CARD, Bytes(0))
-    assert predicted.line() == "Predicted: at most 4.0 GiB on cuda:0 (weights 1.0 GiB), 1.5 s a step"
-    assert predicted.outcome(monitor_of(5), 2.0) == "Measured: 5.0 GiB on cuda:0, 2 s a step; predicted were 4.0 GiB"
-    predicted.save(tmp_path, monitor_of(5), 2.0)
+    told = Forecast(PHASE, CARD, Bytes(0))
+    assert told.line() == "Predicted: at most 4.0 GiB on cuda:0 (weights 1.0 GiB), 1.5 s a step"
+    assert told.outcome(monitor_of(5), 2.0) == "Measured: 5.0 GiB on cuda:0, 2 s a step; predicted were 4.0 GiB"
+    told.save(tmp_path, monitor_of(5), 2.0)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["predicted"]["bytes"] == 4 * 2**30 and found["predicted"]["in_use"] == 3 * 2**30
     assert found["measured"] == {"bytes": 5 * 2**30, "seconds_per_step": 2.0}
@@ -42,9 +41,5 @@ def test_a_prediction_that_fails_is_said_and_nothing_more(capsys):
     def fail(hardware):
         raise ValueError("no such shape")
 
-    assert predict(fail, torch.device("cpu")) is None
+    assert forecast(fail, torch.device("cpu")) is None
     assert "no such shape" in capsys.readouterr().err
-
-
-def test_the_largest_samples_count():
-    assert largest([None, Bucket(1, 64, 96), Bucket(9, 32, 48), Bucket(1, 64, 96)]) == (9, 32, 48)

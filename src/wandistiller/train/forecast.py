@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from wandistiller.data.buckets import Bucket
+from wandistiller.distributed.ranks import read_ranks
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.hardware import Hardware, detect
+from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.memory.monitor import Monitor
+from wandistiller.memory.shared_host import ranks_here
 from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
@@ -23,28 +25,29 @@ FILE = "plan.json"
 
 def hardware_of(device: torch.device) -> Hardware:
     """Return the machine as a run on this device sees it."""
-    found = detect()
-    return found if device.type == "cuda" else Hardware(card=None, num_cards=0, host_memory=found.host_memory)
+    is_cuda = device.type == "cuda"
+    return of_this_job(detect() if is_cuda else Hardware(card=None, num_cards=0, host_memory=available_host_memory()))
 
 
-def predict(make: Callable[[Hardware], Phase], device: torch.device) -> Predicted | None:
+def of_this_job(hardware: Hardware) -> Hardware:
+    """Return the machines of a job that torchrun has started, and one where it has not."""
+    world_size = read_ranks().world_size
+    if world_size == 1:
+        return hardware
+    return replace(hardware, num_cards=ranks_here(), num_nodes=max(world_size // ranks_here(), 1))
+
+
+def forecast(make: Callable[[Hardware], Phase], device: torch.device) -> Forecast | None:
     """Return a prediction made now; a run goes on without one where that fails, and says why."""
     try:
-        return Predicted.of(make(hardware_of(device)), device)
+        return Forecast.of(make(hardware_of(device)), device)
     except Exception as error:  # noqa: BLE001 - a nicety must not cost anybody a run
         say(f"There is no prediction of memory for this run: {type(error).__name__}: {error}")
         return None
 
 
-def largest(buckets: Iterable[Bucket | None]) -> tuple[int, int, int]:
-    """Return frames, height and width of the largest samples."""
-    found = {bucket for bucket in buckets if bucket is not None}
-    bucket = max(found, key=lambda each: each.frames * each.height * each.width)
-    return bucket.frames, bucket.height, bucket.width
-
-
 @dataclass(frozen=True)
-class Predicted:
+class Forecast:
     """The training of a run as it was predicted."""
 
     phase: Phase
@@ -53,7 +56,7 @@ class Predicted:
     """What the process has taken already, where the device is the host."""
 
     @classmethod
-    def of(cls, phase: Phase, device: torch.device) -> Predicted:
+    def of(cls, phase: Phase, device: torch.device) -> Forecast:
         """Return a prediction made now."""
         return cls(phase, device, Bytes(0 if device.type == "cuda" else psutil.Process().memory_info().rss))
 
@@ -68,8 +71,8 @@ class Predicted:
         for item in self.phase.items:
             if item.where == "device":
                 parts[item.kind] = parts.get(item.kind, 0) + item.size
-        largest = sorted(parts.items(), key=lambda part: -part[1])[:4]
-        about = ", ".join(f"{kind} {Bytes(size)}" for kind, size in largest)
+        most = sorted(parts.items(), key=lambda part: -part[1])[:4]
+        about = ", ".join(f"{kind} {Bytes(size)}" for kind, size in most)
         time = f", {self.phase.seconds:.2g} s a step" if self.device.type == "cuda" else ""
         return f"Predicted: at most {self.total} on {self.device} ({about}){time}"
 
