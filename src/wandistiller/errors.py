@@ -49,6 +49,10 @@ class TrainingError(WanDistillerError):
     """A training cannot go on."""
 
 
+class RankError(WanDistillerError):
+    """A rank of the job is gone, or ranks wait for each other in vain."""
+
+
 class OutOfRoomError(WanDistillerError):
     """Memory of a device, of the host, or of a disk is used up."""
 

@@ -98,6 +98,10 @@ class TrainingConfig(CommandConfig):
     shard_size: int | None = None
     """With --parallel hsdp: ranks that hold one copy of the model between them. Default: those of a machine."""
 
+    rank_timeout: float = 1800.0
+    """Seconds that the processes of torchrun wait for each other before the job ends with a message of who did what. One that
+    gives no sign of life at all is given up after a minute, or half of this if that is less."""
+
     distributed: bool = False
     """Make sure that this was started by torchrun; ranks join anyway where it was."""
 
@@ -126,6 +130,7 @@ class TrainingConfig(CommandConfig):
             ("--seed", self.seed, 0),
             ("--workers", self.workers, 0),
             ("--shard-size", self.shard_size, 1),
+            ("--rank-timeout", self.rank_timeout, 1),
         )
         if self.shard_size is not None and self.parallel != "hsdp":
             raise UsageError("--shard-size is for --parallel hsdp.", fix="Give both, or leave it away.")

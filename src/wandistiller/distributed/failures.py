@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,16 +28,30 @@ def is_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def end_rank(error: BaseException, exit_code: int) -> NoReturn:
-    """Leave the error where torchrun looks for it and end at once: no collective, no destructor, can hold it up."""
-    is_ours = isinstance(error, WanDistillerError)
-    if not is_ours and any(sign in str(error) for sign in _BROKEN_COLLECTIVE):
+def num_restarts() -> int:
+    """Return how often torchrun has started this job again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def end_rank(error: BaseException, exit_code: int, *, with_processes: Sequence[int] = ()) -> NoReturn:
+    """Leave the error where torchrun looks for it and end at once: no collective, no destructor, can hold it up.
+
+    ``with_processes`` are killed: torchrun would wait half a minute for one that cannot answer.
+    """
+    if isinstance(error, WanDistillerError):
+        text = str(error)
+    elif any(sign in str(error) for sign in _BROKEN_COLLECTIVE):
         time.sleep(_PATIENCE_SECONDS)  # torchrun ends this process in the meantime if another rank failed
-    text = str(error) if is_ours else "".join(traceback.format_exception(error))
+        text = f"Another rank is gone: {str(error).splitlines()[0]}"
+    else:
+        text = "".join(traceback.format_exception(error))
     print(f"error: {text}", file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
+    for process in with_processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
     os._exit(exit_code)

@@ -18,7 +18,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from wandistiller.errors import UsageError
+from wandistiller.distributed.failures import num_restarts
+from wandistiller.distributed.watch import Watch, noted
+from wandistiller.errors import RankError, UsageError
 
 _meshes: list[DeviceMesh] = []
 
@@ -41,21 +43,24 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
+        with noted("gathering what all ranks have"):
+            dist.all_gather_object(found, value)
         return found
 
     def wait(self) -> None:
         """Return when every rank is here."""
         if self.world_size > 1:
-            dist.barrier()
+            with noted("waiting for all ranks"):
+                dist.barrier()
 
     def largest(self, value: int) -> int:
         """Return the largest of all ranks' values, the same on all."""
         if self.world_size == 1:
             return value
         found = torch.tensor([value], device=_collective_device())
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found.item())
+        with noted("comparing numbers of all ranks"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            return int(found.item())
 
     def turns(self, count: int) -> list[tuple[int, bool]]:
         """Return this rank's share of ``count`` things by number, each with whether it counts.
@@ -69,7 +74,8 @@ class Ranks:
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Average a tensor over the ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            with noted("averaging numbers of all ranks"):
+                dist.all_reduce(values)
             values /= self.world_size
         return values
 
@@ -83,9 +89,10 @@ def read_ranks() -> Ranks:
 
 
 @contextmanager
-def joined(device: torch.device, timeout_seconds: float = 600.0, *, needs_group: bool = False) -> Iterator[Ranks]:
+def joined(device: torch.device, timeout_seconds: float = 1800.0, *, needs_group: bool = False) -> Iterator[Ranks]:
     """Join the job's ranks for as long as the block runs: NCCL between CUDA devices, else gloo.
 
+    A collective may take ``timeout_seconds``; ranks that fall silent are given up before that (see ``watch``).
     ``needs_group`` makes a process group for one rank too, for what works on groups alone. Whatever refers to the group must
     be gone when the block ends, models that are spread over ranks too.
     """
@@ -96,8 +103,25 @@ def joined(device: torch.device, timeout_seconds: float = 600.0, *, needs_group:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "mps":
         raise UsageError("Several ranks on Apple GPUs are not possible.", fix="Start without torchrun.")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    yield ranks
+    whole_store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size))
+    # torchrun's store outlives an attempt: addresses of ranks that are gone must not be taken for those of this one.
+    store = dist.PrefixStore(f"attempt-{num_restarts()}", whole_store)
+    watch = Watch(store, ranks.rank, ranks.world_size, timeout_seconds)
+    options = {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
+    watch.start()
+    try:
+        yield ranks
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise RankError(
+            f"Ranks have waited for each other for more than {timeout_seconds:.0f} s.",
+            why=f"a collective waits for every rank. {watch.describe()}.",
+            fix="Look at the rank that does something else; if that takes so long rightly, give a longer --rank-timeout.",
+        ) from error
+    finally:
+        watch.stop()
     # Only after success: a rank that failed must not wait for the others here.
     dist.barrier()
     for mesh in _meshes:

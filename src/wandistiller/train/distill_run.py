@@ -78,7 +78,7 @@ def run_distill(config: DistillConfig) -> Distilled:
     """Do the whole job."""
     job = prepare_distillation(config)
     needs_group = job.parallel.is_sharded or config.strategy == "sharded"
-    with joined(job.device, needs_group=needs_group) as ranks, ExitStack() as ends:
+    with joined(job.device, config.rank_timeout, needs_group=needs_group) as ranks, ExitStack() as ends:
         return _run(job, ranks, ends)
 
 

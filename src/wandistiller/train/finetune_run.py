@@ -102,7 +102,7 @@ class _Student:
 def run_train(config: TrainConfig) -> Trained:
     """Do the whole job."""
     job = _prepare(config)
-    with joined(job.device, needs_group=job.parallel.is_sharded) as ranks, ExitStack() as ends:
+    with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks, ExitStack() as ends:
         return _run(job, ranks, ends)
 
 

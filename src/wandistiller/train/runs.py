@@ -16,7 +16,7 @@ from wandistiller.config.training import TrainingConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.loader import SampleReader
-from wandistiller.distributed.failures import is_rank
+from wandistiller.distributed.failures import is_rank, num_restarts
 from wandistiller.distributed.parallel import Parallel, choose_parallel
 from wandistiller.distributed.ranks import Ranks, rank_device, read_ranks
 from wandistiller.errors import UsageError
@@ -201,6 +201,8 @@ class Run:
 def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:
     """Load the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder."""
     newest = states.newest()
+    if num_restarts():
+        resume = "auto"  # torchrun has started this again: what was asked for has been done already
     if resume is None:
         if newest is not None:
             raise UsageError(

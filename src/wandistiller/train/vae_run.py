@@ -74,7 +74,7 @@ def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
     """Do the whole job."""
     job = _prepare(config)
     monitor = Monitor([job.device], lambda failure: _find_remedies(config, failure))
-    with joined(job.device, needs_group=job.parallel.is_sharded) as ranks:
+    with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks:
         return _train(job, ranks, monitor)
 
 

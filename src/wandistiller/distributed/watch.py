@@ -1,0 +1,164 @@
+"""Ranks that keep an eye on each other.
+
+A collective waits for every rank and does not say for whom. So each rank writes into the job's store, again and again, that it
+lives and what it is doing, and reads the same of the others. One that falls silent, or a store that cannot be reached, ends
+this rank with a message that names them; torchrun ends the rest, and starts all again where it may.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from wandistiller.distributed.failures import end_rank
+from wandistiller.errors import RankError
+
+LONGEST_SILENCE = 60.0
+"""Seconds after which a rank that says nothing is given up, where half of ``--rank-timeout`` is not shorter."""
+_RANKS_A_SECOND = 64
+"""So many write and read in a second, so that the store keeps up with any number."""
+
+_doing = "starting"
+_since = time.monotonic()
+
+
+def note(doing: str) -> None:
+    """Say what this process begins to do, for whoever waits for it."""
+    global _doing, _since
+    _doing, _since = doing, time.monotonic()
+
+
+@contextmanager
+def noted(doing: str) -> Iterator[None]:
+    """Say what this process does inside of the block."""
+    before = _doing
+    note(doing)
+    try:
+        yield
+    finally:
+        note(before)
+
+
+@dataclass
+class _Rank:
+    """What another one has said."""
+
+    number: int
+    count: int = -1
+    doing: str = "starting"
+    seconds: float = 0.0
+    host: str = ""
+    process: int = 0
+    heard: float = 0.0
+
+    def hear(self, text: bytes, now: float) -> None:
+        count, *said = json.loads(text)
+        if count != self.count:
+            self.doing, self.seconds, self.host, self.process = said
+            self.count, self.heard = count, now
+
+
+class Watch:
+    """Tells of this rank and listens to the others, in two threads."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, timeout: float, end: Callable[[RankError], None] | None = None
+    ) -> None:
+        """``timeout`` is how long a collective may take, in seconds; ``end`` is what happens to a job that is lost."""
+        self._store = dist.PrefixStore("watch", store.clone())  # a connection of its own
+        self._rank = rank
+        self._patience = min(timeout / 2, LONGEST_SILENCE)  # before the collective that waits for it gives up
+        self._end = end or self._end_all
+        self._interval = max(min(1.0, self._patience / 5), world_size / _RANKS_A_SECOND)
+        self._host = socket.gethostname()
+        self._others = [_Rank(other) for other in range(world_size) if other != rank]
+        self._count = 0
+        self._contact = time.monotonic()
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=each, daemon=True, name="watch") for each in (self._exchange, self._judge)]
+        self._tell()
+
+    def start(self) -> None:
+        """Begin, once every rank has a watch."""
+        self._contact = now = time.monotonic()
+        for other in self._others:
+            other.heard = now
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Look away; what others do is no longer this rank's business."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(timeout=2 * self._interval)
+
+    def describe(self) -> str:
+        """Say what every rank is doing, as far as it is known."""
+        now = time.monotonic()
+        lines = {self._rank: f"rank {self._rank} (this one): {_doing}, for {now - _since:.0f} s"}
+        for other in self._others:
+            number, silence = other.number, now - other.heard
+            if silence > max(2 * self._interval, self._patience / 2):
+                where = f"process {other.process} on {other.host}"
+                lines[number] = f"rank {number} ({where}): silent for {silence:.0f} s; before that {other.doing}"
+            else:
+                lines[number] = f"rank {number}: {other.doing}, for {other.seconds:.0f} s"
+        return "; ".join(lines[number] for number in sorted(lines))
+
+    def _tell(self) -> None:
+        self._count += 1
+        said = [self._count, _doing, round(time.monotonic() - _since, 1), self._host, os.getpid()]
+        self._store.set(str(self._rank), json.dumps(said))
+
+    def _exchange(self) -> None:
+        names = [str(other.number) for other in self._others]
+        while not self._stopped.wait(self._interval):
+            try:
+                self._tell()
+                said = self._store.multi_get(names)
+            except (RuntimeError, ValueError):  # the other thread sees for how long
+                continue
+            self._contact = now = time.monotonic()
+            for other, text in zip(self._others, said, strict=True):
+                other.hear(text, now)
+
+    def _judge(self) -> None:
+        while not self._stopped.wait(self._interval):
+            error = self._find_error()
+            if error is not None and not self._stopped.is_set():
+                self._end(error)
+                return
+
+    def _end_all(self, error: RankError) -> None:
+        """End this rank, and with it what is silent on this machine."""
+        end_rank(error, error.exit_code, with_processes=[each.process for each in self._silent() if each.host == self._host])
+
+    def _silent(self) -> list[_Rank]:
+        now = time.monotonic()
+        return [other for other in self._others if now - other.heard > self._patience]
+
+    def _find_error(self) -> RankError | None:
+        now = time.monotonic()
+        if now - self._contact > self._patience:
+            return RankError(
+                f"Rank {self._rank} has had no contact with the job for {now - self._contact:.0f} s.",
+                why=f"the machine of the job's store or the network between is gone; this rank was {_doing}.",
+                fix="Look at the other machines and the network, then start all again with --resume auto.",
+            )
+        silent = [str(other.number) for other in self._silent()]
+        if not silent:
+            return None
+        ranks = f"Rank {silent[0]} has" if len(silent) == 1 else f"Ranks {', '.join(silent)} have"
+        return RankError(
+            f"{ranks} been silent for {self._patience:.0f} s.",
+            why=f"stopped, swapping, or cut off. {self.describe()}.",
+            fix="Look at that machine, then start all again with --resume auto.",
+        )

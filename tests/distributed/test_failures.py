@@ -1,0 +1,76 @@
+"""A rank that is killed, stops, or leaves the others waiting: the job comes back, or ends in time and says who and what."""
+
+import json
+import re
+import time
+
+import pytest
+import torch
+from helpers.torchrun import torchrun
+from safetensors.torch import load_file
+
+from wandistiller.api import train
+
+WORLD = ["--dataset-path", "world:12:1x32x32", "--width", "32", "--height", "32", "--frames", "1", "--max-aspect", "1"]
+FLAGS = ["--model", "tiny-random", *WORLD, "--batch-size", "2", "--learning-rate", "1e-3", "--log-every", "1", "--workers", "0"]
+MISHAP = """
+import os, signal, sys, time
+from wandistiller.cli.main import main
+from wandistiller.train.methods.finetune import FlowMatching
+
+losses = FlowMatching.losses
+def mishap(self, batch):
+    if os.environ["RANK"] == "1" and batch.step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        {mishap}
+    return losses(self, batch)
+FlowMatching.losses = mishap
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def go(mishap, *flags, **options):
+        script = tmp_path / "mishap.py"
+        script.write_text(MISHAP.format(mishap=mishap))
+        return torchrun(script, *FLAGS, "--output-dir", tmp_path / "run", *flags, **options)
+
+    return go
+
+
+def weights(folder):
+    return load_file(folder / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def test_a_job_whose_rank_was_killed_comes_back_from_the_last_state(run, tmp_path):
+    flags = ["--num-steps", "6", "--save-every", "2"]
+    done = run("os.kill(os.getpid(), signal.SIGKILL)", *flags, launch=["--max-restarts=1"])
+    assert done.returncode == 0, done.stderr
+    assert "Going on from" in done.stderr and "step 2" in done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    same = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0, "learning_rate": 1e-3, "num_steps": 6, "workers": 0}
+    train(model="tiny-random", dataset_path="world:12:1x32x32", **same, batch_size=4, output_dir=tmp_path / "straight")
+    expected = weights(tmp_path / "straight")
+    for name, value in weights(tmp_path / "run").items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_rank_that_stops_is_named_within_the_set_time(run):
+    started = time.monotonic()
+    mishap = "time.sleep(3); os.kill(os.getpid(), signal.SIGSTOP)"
+    done = run(mishap, "--num-steps", "6", "--rank-timeout", "12")
+    assert time.monotonic() - started < 60
+    assert done.returncode != 0
+    cause = done.stderr.partition("Root Cause")[2]
+    assert "Rank 1 has been silent for 6 s." in cause, done.stderr
+    assert re.search(r"rank 1 \(process \d+ on .*\): silent for \d+ s; before that in step 4", cause)
+
+
+def test_ranks_that_wait_in_vain_say_for_whom(run):
+    done = run("time.sleep(60)", "--num-steps", "6", "--rank-timeout", "5")
+    assert done.returncode != 0
+    cause = done.stderr.partition("Root Cause")[2]
+    assert "Ranks have waited for each other for more than 5 s." in cause, done.stderr
+    assert "rank 0 (this one): in step 4, computing and exchanging gradients of role 'student'" in cause
+    assert "rank 1: in step 4, computing the losses of role 'student'" in cause

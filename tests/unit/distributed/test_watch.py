@@ -1,0 +1,76 @@
+"""Ranks that keep an eye on each other: silence and a lost store are noticed in time, and named."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from wandistiller.distributed import watch
+from wandistiller.distributed.watch import Watch
+
+
+class Job:
+    """Ranks of one process, each with a watch of its own."""
+
+    def __init__(self, count, timeout):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+        self.errors, self.ended = {}, threading.Event()
+        self.watches = [Watch(self.store, rank, count, timeout, self.note(rank)) for rank in range(count)]
+        for each in self.watches:
+            each.start()
+
+    def note(self, rank):
+        def end(error):
+            self.errors[rank] = error
+            self.ended.set()
+
+        return end
+
+
+@pytest.fixture
+def job():
+    made = []
+
+    def make(*arguments):
+        made.append(Job(*arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for one in each.watches:
+            one.stop()
+
+
+def test_ranks_that_live_are_left_alone(job):
+    found = job(3, 2.0)
+    assert not found.ended.wait(3.0)
+
+
+def test_a_silent_rank_is_named_with_what_it_did(job):
+    found = job(3, 3.0)
+    with watch.noted("in step 7, exchanging gradients"):
+        time.sleep(0.7)
+        found.watches[1].stop()  # as one that is stopped: it says nothing of it
+        started = time.monotonic()
+        assert found.ended.wait(10)
+    assert 1.0 < time.monotonic() - started < 4.0
+    message = str(next(iter(found.errors.values())))
+    assert message.startswith("Rank 1 has been silent for 2 s.")
+    assert "before that in step 7, exchanging gradients" in message and "--resume auto" in message
+    assert "rank 0" in message and "rank 2" in message
+
+
+def test_a_lost_store_is_noticed_though_its_reader_hangs(job):
+    found = job(2, 3.0)
+    found.watches[0]._store = type("Hanging", (), {"set": lambda *a: time.sleep(60)})()
+    assert found.ended.wait(10)
+    assert "no contact with the job" in str(found.errors[0])
+
+
+def test_what_is_noted_comes_back():
+    watch.note("outside")
+    with watch.noted("inside"):
+        assert watch._doing == "inside"
+    assert watch._doing == "outside"
