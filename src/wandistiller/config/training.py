@@ -93,7 +93,8 @@ class TrainingConfig(CommandConfig):
     parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
     """How the processes of torchrun train together: 'ddp' (the whole model on each card), 'fsdp' (each card keeps a slice of
     weights, gradients and optimiser state, and blocks are brought together when they compute), 'hsdp' (the same inside of a
-    machine, a copy on each machine). 'auto' is ddp."""
+    machine, a copy on each machine). 'auto' takes the first of ddp, hsdp and fsdp that is foreseen to fit; with train-vae it is
+    ddp."""
 
     shard_size: int | None = None
     """With --parallel hsdp: ranks that hold one copy of the model between them. Default: those of a machine."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -31,6 +32,18 @@ def is_rank() -> bool:
 def num_restarts() -> int:
     """Return how often torchrun has started this job again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def end_torchrun_later(seconds: float = 10.0) -> None:
+    """Kill the torchrun that started this process, if it is still there then.
+
+    One that is cut off from the job's store waits for it without end, and does not see that its ranks have ended.
+    """
+    process = os.getppid()
+    command = Path(f"/proc/{process}/cmdline")
+    words = command.read_bytes() if command.exists() else b""
+    if b"torchrun" in words or b"torch.distributed.run" in words:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -9 {process}"], start_new_session=True)
 
 
 def end_rank(error: BaseException, exit_code: int, *, with_processes: Sequence[int] = ()) -> NoReturn:

@@ -43,7 +43,7 @@ class Parallel:
 def choose_parallel(asked: ParallelName, shard_size: int | None, ranks: Ranks) -> Parallel:
     """Return how ranks train together, or raise ``UsageError``; nothing is loaded.
 
-    ``auto`` is DDP: the whole model on each card is the fastest where it fits.
+    ``auto`` that nobody has settled is DDP: the whole model on each card is the fastest where it fits.
     """
     if asked != "auto" and not is_rank():
         raise UsageError(

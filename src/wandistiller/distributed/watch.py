@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
-from wandistiller.distributed.failures import end_rank
+from wandistiller.distributed.failures import end_rank, end_torchrun_later
 from wandistiller.errors import RankError
 
 LONGEST_SILENCE = 60.0
@@ -57,13 +58,21 @@ class _Rank:
     seconds: float = 0.0
     host: str = ""
     process: int = 0
+    starter: str = ""
     heard: float = 0.0
 
     def hear(self, text: bytes, now: float) -> None:
         count, *said = json.loads(text)
         if count != self.count:
-            self.doing, self.seconds, self.host, self.process = said
+            self.doing, self.seconds, self.host, self.process, self.starter = said
             self.count, self.heard = count, now
+
+
+def _starter() -> str:
+    """Return what only processes have in common that one torchrun has started: machines may share a name."""
+    boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    machine = f"{boot.read_text()} {numbers.readlink()}" if boot.exists() and numbers.exists() else socket.gethostname()
+    return f"{machine} {os.getppid()}"
 
 
 class Watch:
@@ -78,7 +87,7 @@ class Watch:
         self._patience = min(timeout / 2, LONGEST_SILENCE)  # before the collective that waits for it gives up
         self._end = end or self._end_all
         self._interval = max(min(1.0, self._patience / 5), world_size / _RANKS_A_SECOND)
-        self._host = socket.gethostname()
+        self._host, self._starter = socket.gethostname(), _starter()
         self._others = [_Rank(other) for other in range(world_size) if other != rank]
         self._count = 0
         self._contact = time.monotonic()
@@ -115,7 +124,7 @@ class Watch:
 
     def _tell(self) -> None:
         self._count += 1
-        said = [self._count, _doing, round(time.monotonic() - _since, 1), self._host, os.getpid()]
+        said = [self._count, _doing, round(time.monotonic() - _since, 1), self._host, os.getpid(), self._starter]
         self._store.set(str(self._rank), json.dumps(said))
 
     def _exchange(self) -> None:
@@ -138,18 +147,24 @@ class Watch:
                 return
 
     def _end_all(self, error: RankError) -> None:
-        """End this rank, and with it what is silent on this machine."""
-        end_rank(error, error.exit_code, with_processes=[each.process for each in self._silent() if each.host == self._host])
+        """End this rank, and with it those silent ones that have the same torchrun; without contact, that too."""
+        if self._is_cut_off:
+            end_torchrun_later()
+        own = [each.process for each in self._silent() if each.starter == self._starter]
+        end_rank(error, error.exit_code, with_processes=own)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return time.monotonic() - self._contact > self._patience
 
     def _silent(self) -> list[_Rank]:
-        now = time.monotonic()
-        return [other for other in self._others if now - other.heard > self._patience]
+        """Return those who could be heard and were not; who has no contact hears nobody."""
+        return [other for other in self._others if self._contact - other.heard > self._patience]
 
     def _find_error(self) -> RankError | None:
-        now = time.monotonic()
-        if now - self._contact > self._patience:
+        if self._is_cut_off:
             return RankError(
-                f"Rank {self._rank} has had no contact with the job for {now - self._contact:.0f} s.",
+                f"Rank {self._rank} has had no contact with the job for {time.monotonic() - self._contact:.0f} s.",
                 why=f"the machine of the job's store or the network between is gone; this rank was {_doing}.",
                 fix="Look at the other machines and the network, then start all again with --resume auto.",
             )

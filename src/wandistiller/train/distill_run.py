@@ -30,6 +30,7 @@ from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placement
 from wandistiller.memory.shared_host import ranks_here
 from wandistiller.memory.subjects import choose_placement
+from wandistiller.memory.works import Training
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.shapes import Shapes
@@ -47,10 +48,11 @@ from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
-from wandistiller.train.prediction import distill_work
+from wandistiller.train.parallel_choice import settle_parallel
+from wandistiller.train.prediction import distill_work, planned_pixels
 from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
-from wandistiller.train.runs import Run, exit_code
+from wandistiller.train.runs import Run, exit_code, prepare_parallel
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
 from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, Teaches
@@ -76,7 +78,7 @@ class Distilled:
 
 def run_distill(config: DistillConfig) -> Distilled:
     """Do the whole job."""
-    job = prepare_distillation(config)
+    job = _settle(prepare_distillation(config))
     needs_group = job.parallel.is_sharded or config.strategy == "sharded"
     with joined(job.device, config.rank_timeout, needs_group=needs_group) as ranks, ExitStack() as ends:
         return _run(job, ranks, ends)
@@ -111,6 +113,20 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
             prepare=fold_padding if questions.folds_padding else None,
         )
     return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends, adapter)
+
+
+def _settle(job: DistillJob) -> DistillJob:
+    """Decide what was left open of how ranks train together."""
+    shapes = Shapes.of(job.vae.config, job.teacher_config)
+
+    def work(config: DistillConfig, hardware: Hardware) -> Training:
+        found = distill_work(config, shapes, job.plan.config, hardware, planned_pixels(config, shapes.vae))
+        # One that finds its own place, or is shared by ranks, takes what the student leaves.
+        is_beside = not config.is_stored and config.strategy not in ("auto", "gpu0", "sharded")
+        return found if is_beside else replace(found, teacher=None)
+
+    config = settle_parallel(job.config, job.device, work)
+    return replace(job, config=config, parallel=prepare_parallel(config))
 
 
 def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teaches | None:

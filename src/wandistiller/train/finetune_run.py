@@ -31,6 +31,7 @@ from wandistiller.memory.placement import Subject
 from wandistiller.memory.streaming import BlockStream
 from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
+from wandistiller.memory.works import Training
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
@@ -48,7 +49,8 @@ from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises, travels_in
-from wandistiller.train.prediction import train_work
+from wandistiller.train.parallel_choice import settle_parallel
+from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.studio import Studio
@@ -101,7 +103,7 @@ class _Student:
 
 def run_train(config: TrainConfig) -> Trained:
     """Do the whole job."""
-    job = _prepare(config)
+    job = _settle(_prepare(config))
     with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks, ExitStack() as ends:
         return _run(job, ranks, ends)
 
@@ -151,6 +153,17 @@ def _prepare(config: TrainConfig) -> _Job:
         precision=choose_precision(config, device, weights),
         dtype=weights,
     )
+
+
+def _settle(job: _Job) -> _Job:
+    """Decide what was left open of how ranks train together."""
+
+    def work(config: TrainConfig, hardware: Hardware) -> Training:
+        shapes = _shapes(job)
+        return train_work(config, shapes, hardware, planned_pixels(config, shapes.vae))
+
+    config = settle_parallel(job.config, job.device, work)
+    return replace(job, config=config, parallel=prepare_parallel(config))
 
 
 def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]:
