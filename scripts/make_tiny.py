@@ -12,6 +12,7 @@ output folder that is complete it does only that.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import subprocess
@@ -161,7 +162,9 @@ class Commands:
         arguments = [argument for part in parts for argument in part]
         started = time.perf_counter()
         command = [sys.executable, "-m", "wandistiller", *arguments]
-        running = [subprocess.Popen(command) for _ in range(times)]
+        # Threads of several processes that wait for each other on the same cores would take most of the time.
+        threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // times, 1))} if times > 1 else {}
+        running = [subprocess.Popen(command, env={**os.environ, **threads}) for _ in range(times)]
         codes = [process.wait() for process in running]
         if any(codes):
             sys.exit(f"This failed: {shlex.join(command)}")

@@ -15,7 +15,7 @@ from wandistiller.api import train
 SOURCE = Path(__file__).parents[2] / "src"
 NAMES, ADDRESSES = ("wan-a", "wan-b"), ("10.77.77.1", "10.77.77.2")
 FLAGS = {"model": "tiny-random", "dataset_path": "world:12:1x32x32", "width": 32, "height": 32, "max_aspect": 1.0}
-STEPS = {"learning_rate": 1e-3, "num_steps": 300, "log_every": 1, "workers": 0, "save_every": 10, "validate_every": 0}
+STEPS = {"learning_rate": 1e-3, "num_steps": 60, "log_every": 1, "workers": 0, "save_every": 5, "validate_every": 0}
 
 
 def ip(*words, check=True):
@@ -76,7 +76,7 @@ def test_a_link_that_is_cut_and_mended(machines, tmp_path):
     folder = tmp_path / "run"
     processes = start(folder, "--rank_timeout", "10")
     deadline = time.monotonic() + 120
-    while not (folder / "states" / "step-00000010").exists() and time.monotonic() < deadline:
+    while not (folder / "states" / "step-00000005").exists() and time.monotonic() < deadline:
         assert all(process.poll() is None for process in processes), logs(folder)
         time.sleep(0.1)
     ip("-n", NAMES[0], "link", "set", "wan-link-a", "down")
