@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from wandistiller.checkpoint.training_state import TrainingStates, is_complete
 
-STEPS = 400
+STEPS = 1500
 WORLD = ["--dataset-path", "world:16:1x32x32", "--width", "32", "--height", "32", "--frames", "1", "--max-aspect", "1"]
 FLAGS = ["--model", "tiny-random", *WORLD, "--batch-size", "1", "--learning-rate", "1e-3", "--workers", "0"]
 FLAGS += ["--num-steps", str(STEPS), "--save-every", "5", "--validate-every", "0", "--log-every", "50"]
@@ -61,19 +61,34 @@ def disturb(job: subprocess.Popen[str], states: Path, kills: int, rng: random.Ra
         if len(ranks) < 4 or killed_before & {each.pid for each in ranks}:
             time.sleep(0.05)
             continue
-        time.sleep(rng.uniform(0, 14))  # starting takes about eight seconds
+        wait(states, found[-1] if found else 0, rng, is_training=len(found) % 3 != 0)
         victim = rng.choice(ranks)
         if not victim.is_running():
             continue
         killed_before.add(victim.pid)
         os.kill(victim.pid, signal.SIGKILL)
-        newest = TrainingStates(states, keep=2).newest()
         broken = [path.name for path in states.glob("step-*") if (path / "state.json").exists() and not is_complete(path)]
         if broken:
             sys.exit(f"Not complete: {broken}")
-        found.append(0 if newest is None else int(newest.name.rpartition("-")[2]))
+        found.append(newest_step(states))
         print(f"kill {len(found)}: a rank of four, newest state of step {found[-1]}", flush=True)
     return found
+
+
+def newest_step(states: Path) -> int:
+    newest = TrainingStates(states, keep=2).newest()
+    return 0 if newest is None else int(newest.name.rpartition("-")[2])
+
+
+def wait(states: Path, since: int, rng: random.Random, *, is_training: bool) -> None:
+    """Wait for a random moment: while the job starts, or after it has trained further than the last time."""
+    if not is_training:
+        time.sleep(rng.uniform(0, 12))
+        return
+    deadline = time.monotonic() + 120
+    while newest_step(states) <= since and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(rng.uniform(0, 1))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
