@@ -62,7 +62,12 @@ def activation_bytes(job: Job) -> Bytes:
     """Return what a forward pass takes beside the weights, with the margin that a prediction needs."""
     scene, use = Scene(), transformer_use(job)
     scene.play(use.tape, use.repeats)
-    return Bytes(scene.reserved + margin(scene.reserved))
+    size, taken = job.config.context_parallel, scene.reserved
+    if size > 1:
+        # Tokens become shares when they have been embedded: the embeddings are there whole, and once more to be cut.
+        width = use.config["num_attention_heads"] * use.config["attention_head_dim"]
+        taken = Bytes(taken // size + 2 * use.batch_size * use.num_tokens * width * job.dtype.itemsize)
+    return Bytes(taken + margin(taken))
 
 
 def forward_seconds(job: Job) -> float:
