@@ -1,5 +1,6 @@
 """Ranks that compute one clip together, each with a share of its tokens, against one process."""
 
+import json
 from itertools import product
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from diffusers import WanTransformer3DModel
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 
-from wandistiller.api import sample
+from wandistiller.api import distill, sample
 from wandistiller.distributed.context import ClipGroup
 from wandistiller.distributed.ranks import joined
 from wandistiller.errors import UsageError
@@ -19,6 +20,8 @@ CPU = torch.device("cpu")
 SHAPES = {"picture": (1, 8, 8), "clip": (5, 8, 8), "uneven": (3, 6, 10), "fewer tokens than ranks": (1, 2, 6)}
 PROMPTS = ("a red circle", "a blue square", "a green circle")
 DRAWN = {"model": "tiny-random", "width": 48, "height": 80, "frames": 5, "steps": 2, "cfg_scale": 3.0, "solver": "euler"}
+SIZE = {"width": 48, "height": 48, "max_aspect": 1.0, "workers": 0}
+TAUGHT = {"teacher_path": "tiny-random", **SIZE, "learning_rate": 1e-3, "num_steps": 3, "log_every": 1}
 
 
 def make_model(heads):
@@ -134,3 +137,54 @@ def test_what_ranks_cannot_draw_is_said_before_weights_are_read(monkeypatch, opt
     monkeypatch.setattr("wandistiller.sample.sampler.joined", None)
     with pytest.raises(UsageError, match=message):
         sample(**DRAWN, **options, output="drawn.mp4")
+
+
+def teach(folder, options):
+    distill(**TAUGHT, **options, output_dir=folder)
+
+
+def teach_together(folder, options, expected):
+    shares = set()
+    plain = ClipGroup.share
+
+    def note(self, whole):
+        found = plain(self, whole)
+        shares.add((whole.shape[1], found.shape[1]))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ClipGroup, "share", note)
+        teach(folder, options)
+    assert shares == expected
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("data", "strategy", "shares"),
+    [
+        # Some ask about pictures, of 9 tokens, while others ask about clips, of 18.
+        ({"dataset_path": "world:8:1+5x48x48", "frames": (5,), "feature_weight": 0.5}, "sharded", {(9, 5), (18, 9)}),
+        ({"data_path": "world:6:1x48x48", "rollout_steps": 2, "rollout_batch": 2, "guidance_scale": 3.0}, "gpu", {(9, 5)}),
+    ],
+    ids=["while training", "before training"],
+)
+def test_ranks_ask_a_teacher_together(tmp_path, data, strategy, shares):
+    how = {"batch_size": 2, "teacher_context_parallel": 2, "teacher_device_strategy": strategy}
+    run_ranks(2, teach_together, tmp_path / "two", {**data, **how}, shares, folder=tmp_path)
+    teach(tmp_path / "one", {**data, "batch_size": 2, "gradient_accumulation": 2})
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "--teacher-context-parallel 2 was given, but torchrun did not start this"),
+        ({"teacher_device_strategy": "gpu0"}, "does not go with --teacher-device-strategy gpu0"),
+    ],
+)
+def test_teachers_that_cannot_be_asked_together(tmp_path, options, message):
+    with pytest.raises(UsageError, match=message):
+        teach(tmp_path, {"data_path": "world:6:1x48x48", "teacher_context_parallel": 2, **options})
