@@ -106,7 +106,7 @@ class DistillConfig(TransformerTrainingConfig):
 
     teacher_context_parallel: int = 1
     """Under torchrun: how many ranks compute the teacher's answers together, each with a share of a clip's tokens, so that it
-    can be asked about clips as many times longer. 1: each rank asks by itself."""
+    can be asked about longer clips. 1: each rank asks by itself."""
 
     expert_steps: int = 100
     """With a teacher of two experts that is asked while training: steps before the other one takes over. Each change loads

@@ -134,9 +134,8 @@ class SampleConfig(CommandConfig):
     20GiB 20GiB cpu=64GiB. Default: what is free."""
 
     context_parallel: int = 1
-    """Under torchrun: how many ranks compute one clip together, each with a share of its tokens, so that clips can be as many
-    times longer, and are drawn as many times faster. Groups of so many ranks share the prompts. 1: each rank draws prompts of
-    its own."""
+    """Under torchrun: how many ranks compute one clip together, each with a share of its tokens, so that longer clips fit and
+    each is drawn sooner. Groups of so many ranks share the prompts. 1: each rank draws prompts of its own."""
 
     vae_tiling: bool = False
     """Decode in tiles, and encode --image in them: take it when memory runs out in the VAE. There are no seams: pixels are
