@@ -55,6 +55,16 @@ def say(message: str) -> None:
     console.print(message, highlight=False, markup=False, soft_wrap=True)
 
 
+@contextmanager
+def hushed(is_quiet: bool) -> Iterator[None]:
+    """Print nothing for as long, if asked to: one of several processes speaks for all."""
+    before, console.quiet = console.quiet, is_quiet or console.quiet
+    try:
+        yield
+    finally:
+        console.quiet = before
+
+
 def quiet_libraries() -> None:
     """Keep other libraries' bars and notes off the screen; their warnings still come through."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

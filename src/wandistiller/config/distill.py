@@ -104,6 +104,10 @@ class DistillConfig(TransformerTrainingConfig):
     teacher_resident: str = "auto"
     """With 'offload': blocks that stay on the card, or 'auto' for as many as the bus needs."""
 
+    teacher_context_parallel: int = 1
+    """Under torchrun: how many ranks compute the teacher's answers together, each with a share of a clip's tokens, so that it
+    can be asked about longer clips. 1: each rank asks by itself."""
+
     expert_steps: int = 100
     """With a teacher of two experts that is asked while training: steps before the other one takes over. Each change loads
     one of them, so few changes are faster."""
@@ -150,6 +154,12 @@ class DistillConfig(TransformerTrainingConfig):
             raise UsageError("Two strategies were given for the teacher.", fix="Choose one.")
         if self.strategy == "custom" and self.teacher_device_map is None:
             raise UsageError("'custom' needs a map.", fix="Give --teacher-device-map with a JSON or TOML file.")
+        if self.teacher_context_parallel > 1 and self.strategy in ("gpu0", "balanced", "sequential", "custom"):
+            raise UsageError(
+                f"--teacher-context-parallel does not go with --teacher-device-strategy {self.strategy}.",
+                why="each rank computes with a teacher on its own card.",
+                fix="Take gpu, sharded, offload or disk, or leave one of them away.",
+            )
         if self.teacher_dtype == "float8" and self.strategy != "offload":
             raise UsageError(
                 "float8 is how offloaded weights are stored.", fix="Add --teacher-device-strategy offload, or take bfloat16."
@@ -165,6 +175,7 @@ class DistillConfig(TransformerTrainingConfig):
             ("--rollout-batch", self.rollout_batch, 1),
             ("--rollouts-per-prompt", self.rollouts_per_prompt, 1),
             ("--expert-steps", self.expert_steps, 1),
+            ("--teacher-context-parallel", self.teacher_context_parallel, 1),
             ("--teacher-draws", self.teacher_draws, 1),
         )
         parse_resident(self.teacher_resident, "--teacher-resident")

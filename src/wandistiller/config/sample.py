@@ -133,6 +133,10 @@ class SampleConfig(CommandConfig):
     """With --placement balanced or sequential: most to use of each GPU in their order, and of the host, such as
     20GiB 20GiB cpu=64GiB. Default: what is free."""
 
+    context_parallel: int = 1
+    """Under torchrun: how many ranks compute one clip together, each with a share of its tokens, so that longer clips fit and
+    each is drawn sooner. Groups of so many ranks share the prompts. 1: each rank draws prompts of its own."""
+
     vae_tiling: bool = False
     """Decode in tiles, and encode --image in them: take it when memory runs out in the VAE. There are no seams: pixels are
     those of the whole frame to rounding, 1e-5 in float32. Frames of up to 24x24 latents are not cut. Decoding takes about
@@ -198,6 +202,7 @@ class SampleConfig(CommandConfig):
         for flag, value, least in (
             ("--steps", self.steps, 1),
             ("--batch-size", self.batch_size, 1),
+            ("--context-parallel", self.context_parallel, 1),
             ("--width", self.width, 1),
             ("--height", self.height, 1),
             ("--frames", self.frames, 1),

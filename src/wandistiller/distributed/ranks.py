@@ -47,6 +47,14 @@ class Ranks:
             dist.all_gather_object(found, value)
         return found
 
+    def from_first(self, value: Any) -> Any:
+        """Return the first rank's value, on all of them; tensors in it have to be in host memory."""
+        if self.world_size == 1:
+            return value
+        found = [value]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
     def wait(self) -> None:
         """Return when every rank is here."""
         if self.world_size > 1:

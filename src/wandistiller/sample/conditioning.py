@@ -10,7 +10,7 @@ There are three ways of image-to-video in Wan, told apart by the transformer's s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ class Conditioning:
     """(1, channels, frames, height, width): mask and latents of the first frame, put behind the noisy latents"""
     first_frame: Tensor | None = None
     """(1, channels, 1, height, width): latents that stand, noise-free, in the place of the first frame"""
+
+    def moved(self, device: torch.device) -> Conditioning:
+        """Return the same on another device."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Conditioning(**{name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()})
 
     def place_first_frame(self, noisy: Tensor) -> Tensor:
         """Return the latents with the first frame in its place, where there is one."""

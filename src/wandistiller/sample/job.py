@@ -11,6 +11,7 @@ import torch
 from wandistiller.config.placement import parse_limits, parse_resident
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.data.media import read_picture
+from wandistiller.distributed.ranks import rank_device, read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.files import check_can_write
 from wandistiller.flow.guidance import needs_unconditional
@@ -27,6 +28,7 @@ from wandistiller.models.text import read_embeddings
 from wandistiller.models.text_padding import can_fold_padding
 from wandistiller.sample.conditioning import ImageInputs, check_image, image_inputs
 from wandistiller.sample.geometry import Geometry, check_geometry
+from wandistiller.sample.sharing import check_prompts, check_ranks
 
 _TELLING_FIELDS = ("num_attention_heads", "ffn_dim", "in_channels", "out_channels", "image_dim")
 """What tells the named sizes apart."""
@@ -51,12 +53,21 @@ class Job:
     prompts: Sequence[str]
     image: ImageInputs
     fps: int
+    numbers: Sequence[int]
+    """Which of all prompts these are, where others draw the rest."""
+    num_prompts: int
+    """All of them."""
     adapter: ChannelAdapter | None = None
     """Between the transformer's latents and the VAE's, where they have other channels."""
 
     @property
     def num_samples(self) -> int:
-        return len(self.prompts) * self.config.batch_size
+        """Samples of all prompts."""
+        return self.num_prompts * self.config.batch_size
+
+    def part(self, place: int, count: int) -> Job:
+        """Return one of ``count`` jobs that draw the prompts between them."""
+        return replace(self, prompts=self.prompts[place::count], numbers=self.numbers[place::count])
 
     @property
     def num_tokens(self) -> int:
@@ -108,7 +119,9 @@ def prepare(config: SampleConfig) -> Job:
     for path in (config.output, config.latent_path):
         if path is not None:
             check_can_write(path)
-    device = find_device(config.device)
+    ranks = read_ranks()
+    check_ranks(config, ranks)
+    device = find_device(rank_device(config.device, ranks))
     pipeline = find_pipeline(config.model, _parts(config)) if config.model else None
     if pipeline is not None and config.cond is None and "text_encoder" not in pipeline.parts:
         raise UsageError(
@@ -141,6 +154,8 @@ def prepare(config: SampleConfig) -> Job:
     scale_2 = config.cfg_scale_2
     if scale_2 is None:
         scale_2 = size.guidance_2 if size and size.guidance_2 is not None and config.cfg_scale is None else scale
+    prompts = _read_prompts(config, first["text_dim"])
+    check_prompts(config, len(prompts), ranks)
     job = Job(
         config=replace(config, sigma_shift=shift),
         device=device,
@@ -153,7 +168,9 @@ def prepare(config: SampleConfig) -> Job:
         solver=solver,
         guidance=(scale, scale_2),
         boundary=_find_boundary(config, pipeline, size, len(transformers)),
-        prompts=_read_prompts(config, first["text_dim"]),
+        prompts=prompts,
+        numbers=range(len(prompts)),
+        num_prompts=len(prompts),
         image=inputs,
         fps=config.fps or usual.fps,
         adapter=adapter,
@@ -199,6 +216,9 @@ def describe(job: Job) -> str:
         lines.append(f"{len(kept)} tensors stay in float32, as Wan keeps them: norms, modulation, time embedding")
     if job.config.placement_name == "offload" and job.device.type == "cpu":
         lines.append("--placement offload changes nothing here: the CPU computes, so the weights are in its memory anyway")
+    size = job.config.context_parallel
+    if size > 1:
+        lines.append(f"{size} ranks compute each together, {-(-job.num_tokens // size)} of {job.num_tokens} tokens on each")
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
+from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import Decoding, text_phase
 from wandistiller.memory.estimates import Estimate, Phase
 from wandistiller.memory.hardware import Hardware
@@ -18,6 +19,11 @@ from wandistiller.models.shapes import Shapes
 
 def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``sample`` takes."""
+    if config.context_parallel > 1:
+        raise UsageError(
+            "There is no plan yet for ranks that compute a clip together.",
+            fix="Leave --context-parallel away: weights take the same, and what a pass computes with is divided by the ranks.",
+        )
     dtype = _dtype(config.dtype, hardware)
     size = shapes.size
     is_picture = config.output.suffix.lower() in PICTURE_SUFFIXES

@@ -62,7 +62,21 @@ def activation_bytes(job: Job) -> Bytes:
     """Return what a forward pass takes beside the weights, with the margin that a prediction needs."""
     scene, use = Scene(), transformer_use(job)
     scene.play(use.tape, use.repeats)
-    return Bytes(scene.reserved + margin(scene.reserved))
+    taken = _shared_bytes(use, scene.reserved, job.config.context_parallel)
+    return Bytes(taken + margin(taken))
+
+
+def _shared_bytes(use: Use, taken: int, ranks: int) -> int:
+    """Return what a forward pass takes on one of the ranks that share its tokens, from what it takes on one alone."""
+    if ranks == 1:
+        return taken
+    width = use.config["num_attention_heads"] * use.config["attention_head_dim"]
+    tokens = use.batch_size * use.num_tokens * width * use.dtype.itemsize
+    # Queries, keys and values are there twice more on their way to other ranks and from them; or else all ranks' keys and
+    # values, in pieces and as one.
+    exchanged = 6 * tokens // ranks if use.config["num_attention_heads"] % ranks == 0 else 4 * tokens
+    # They become shares when they have been embedded, so the embeddings are there whole, in two layouts.
+    return taken // ranks + exchanged + 2 * tokens
 
 
 def forward_seconds(job: Job) -> float:

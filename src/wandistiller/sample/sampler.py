@@ -6,7 +6,7 @@ Each model is in memory only while it is needed: the text encoder, then one tran
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.data.media import read_picture, to_bytes, write_clip, write_latents, write_picture
+from wandistiller.distributed.context import ClipGroup
+from wandistiller.distributed.ranks import Ranks, joined, read_ranks
 from wandistiller.errors import OutputError
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.solver import SOLVERS
@@ -32,7 +34,8 @@ from wandistiller.models.vae_tiles import decode_tiled
 from wandistiller.sample.conditioning import Conditioning, encode_first_frame, encode_image_tokens, to_pixels
 from wandistiller.sample.job import Job, describe, prepare
 from wandistiller.sample.remedies import find_remedies, placement_options
-from wandistiller.terminal import progress, say
+from wandistiller.sample.sharing import PATIENCE_SECONDS
+from wandistiller.terminal import hushed, progress, say
 from wandistiller.units import Bytes
 
 
@@ -48,22 +51,50 @@ class Sample:
 
 
 def run_sample(config: SampleConfig) -> list[Sample]:
-    """Do the whole job and return the samples in the order of prompts and seeds."""
+    """Do the whole job and return the samples in the order of prompts and seeds; each rank those that it wrote."""
     job = prepare(config)
     monitor = Monitor([job.device], lambda failure: find_remedies(job, failure))
     # A device map that does not fit the model is found here, before anything is read.
     placement = choose_placement(placement_name(job), **placement_options(job))
     placement.predict(stored_subject(job.transformers[0], job.dtype), job.device)
-    say(describe(job))
-    with monitor.phase("encoding", "text encoder"):
-        conditioning = encode(job)
-    with monitor.phase("denoising", "transformer"):
-        latents = denoise(job, conditioning, placement, monitor)
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)  # what ranks send each other goes over the current one
+    with hushed(not read_ranks().is_first), joined(job.device, PATIENCE_SECONDS) as ranks:
+        say(describe(job))
+        drawn = _draw(job, placement, monitor, ranks)
+    # The ranks have parted, so nobody waits for the VAE.
     with monitor.phase("decoding and writing", "vae"):
-        samples = list(write(job, latents))
+        samples = list(write(drawn.job, drawn.latents)) if drawn.is_mine else []
     if job.device.type != "cpu":
-        say("Memory by phase: " + "; ".join(monitor.summary()))
+        with hushed(not ranks.is_first):
+            say("Memory by phase: " + "; ".join(monitor.summary()))
     return samples
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Latents on their way to the VAE."""
+
+    job: Job
+    """With the prompts that they are of."""
+    latents: Tensor
+    is_mine: bool
+    """Whether this rank is the one to write them."""
+
+
+def _draw(job: Job, placement: Placement, monitor: Monitor, ranks: Ranks) -> _Drawn:
+    """Encode once, on the first rank, and let each group of ranks draw its prompts."""
+    with monitor.phase("encoding", "text encoder"):
+        encoded = encode(job).moved(torch.device("cpu")) if ranks.is_first else None
+        conditioning: Conditioning = ranks.from_first(encoded).moved(job.device)
+    group = None
+    if ranks.world_size > 1:
+        group = ClipGroup(job.config.context_parallel, ranks, job.device)
+        job = job.part(group.number, group.count)
+        conditioning = replace(conditioning, text=conditioning.text[group.number :: group.count])
+    with monitor.phase("denoising", "transformer"):
+        latents = denoise(job, conditioning, placement, monitor, group=group)
+    return _Drawn(job, latents, group is None or group.is_first)
 
 
 def placement_name(job: Job) -> str:
@@ -116,20 +147,33 @@ def encode(job: Job) -> Conditioning:
 
 @torch.no_grad()
 def denoise(
-    job: Job, conditioning: Conditioning, placement: Placement, monitor: Monitor, seeds: Sequence[int] | None = None
+    job: Job,
+    conditioning: Conditioning,
+    placement: Placement,
+    monitor: Monitor,
+    seeds: Sequence[int] | None = None,
+    group: ClipGroup | None = None,
 ) -> Tensor:
     """Follow the flow from noise to latents (samples, channels, frames, height, width), float32, on the host.
 
     All prompts take each step together, so that each expert is loaded once however many prompts there are. ``seeds`` has one
-    for each sample, in the place of the configuration's, which gives every prompt the same noise.
+    for each sample, in the place of the configuration's, which gives every prompt the same noise. The ranks of a ``group``
+    draw the same together.
     """
+
+    def make_ready(model: nn.Module) -> None:
+        if job.folds_padding:
+            fold_padding(model)
+        if group is not None:
+            group.spread(model)
+
     experts = Experts(
         job.transformers,
         boundary=job.boundary,
         device=job.device,
         dtype=job.dtype,
         placement=placement,
-        prepare=fold_padding if job.folds_padding else lambda model: None,
+        prepare=make_ready,
     )
     texts = [_fold(text[None], job) for text in conditioning.text]
     negative_text = None if conditioning.negative_text is None else _fold(conditioning.negative_text, job)
@@ -184,15 +228,16 @@ def write(job: Job, latents: Tensor) -> Iterator[Sample]:
         assert job.vae is not None  # prepare() has made sure
         vae = load_model(job.vae, dtype=job.vae_dtype, device=job.device)
     for index, sample in enumerate(_for_the_vae(job, latents)):
-        prompt = job.prompts[index // job.config.batch_size]
-        seed = job.config.seed + index % job.config.batch_size
-        yield Sample(prompt, seed, sample, tuple(_write_one(job, vae, index, sample, job.settings(prompt, seed))))
+        place, draw = divmod(index, job.config.batch_size)
+        prompt, seed = job.prompts[place], job.config.seed + draw
+        number = job.numbers[place] * job.config.batch_size + draw
+        yield Sample(prompt, seed, sample, tuple(_write_one(job, vae, number, sample, job.settings(prompt, seed))))
 
 
-def _write_one(job: Job, vae: nn.Module | None, index: int, latents: Tensor, settings: dict[str, Any]) -> Iterator[Path]:
-    path = _numbered(job.config.output, index, job.num_samples)
+def _write_one(job: Job, vae: nn.Module | None, number: int, latents: Tensor, settings: dict[str, Any]) -> Iterator[Path]:
+    path = _numbered(job.config.output, number, job.num_samples)
     if job.config.latent_path is not None:
-        latent_path = _numbered(job.config.latent_path, index, job.num_samples)
+        latent_path = _numbered(job.config.latent_path, number, job.num_samples)
         write_latents(latent_path, latents, settings)
         yield latent_path
     if vae is None:

@@ -10,8 +10,10 @@ import torch
 
 from wandistiller.config.distill import DistillConfig
 from wandistiller.data.prompts import Prompts, open_prompts
+from wandistiller.distributed.context import check_clip_groups
 from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.parallel import Parallel
+from wandistiller.distributed.ranks import read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.models.pipeline import Pipeline, find_pipeline
@@ -60,6 +62,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
             why="each of several processes keeps a slice of the teacher.",
             fix="Start it with torchrun, or let the teacher be streamed with --teacher-device-strategy offload.",
         )
+    check_clip_groups("--teacher-context-parallel", config.teacher_context_parallel, read_ranks())
     prompts = open_prompts(config.data_path) if config.data_path is not None else None
     pipeline = find_pipeline(config.teacher_path, _PARTS)
     if not (pipeline.folder / "model_index.json").is_file():

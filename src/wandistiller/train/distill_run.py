@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from wandistiller.checkpoint.trained import follow_model, write_model, write_student_pipeline
@@ -19,6 +19,7 @@ from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.data.encoded import EncodedData
 from wandistiller.data.teacher_records import RecordSamples
+from wandistiller.distributed.context import ClipGroup
 from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
@@ -55,7 +56,7 @@ from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.runs import Run, exit_code, prepare_parallel
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
-from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, Teaches
+from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches
 from wandistiller.train.transformer_data import encode_held_out
 from wandistiller.units import Bytes
 
@@ -148,20 +149,28 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
             device_map=config.teacher_device_map,
             headroom=_student_room(job, questions) if name == "auto" and job.device.type == "cuda" else None,
         )
+    size = config.teacher_context_parallel
+    group = ClipGroup(size, ranks, job.device) if size > 1 else None
+
+    def make_ready(model: nn.Module) -> None:
+        if questions.folds_padding:
+            fold_padding(model)
+        if group is not None:
+            group.spread(model)
+
     experts = Experts(
         job.teachers,
         boundary=job.pipeline.boundary,
         device=job.device,
         dtype=dtype,
         placement=placement,
-        prepare=fold_padding if questions.folds_padding else lambda model: None,
+        prepare=make_ready,
     )
-    teacher = Teacher(experts, questions.samples.empty_text, device=job.device, dtype=dtype)
-    if name == "sharded":
-        return TeacherInStep(teacher, ranks)
-    if not serves:
-        return teacher
-    return ServedTeacher(teacher if ranks.is_first else None, ranks, job.device)
+    alone = Teacher(experts, questions.samples.empty_text, device=job.device, dtype=dtype)
+    if serves:
+        return ServedTeacher(alone if ranks.is_first else None, ranks, job.device)
+    teacher = TeacherInStep(alone, ranks) if name == "sharded" else alone
+    return teacher if group is None else TeacherTogether(teacher, group, job.teacher_config)
 
 
 def _student_room(job: DistillJob, questions: Questions) -> Bytes | None:

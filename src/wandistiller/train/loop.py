@@ -293,9 +293,11 @@ class Loop:
     def _read_metrics(self) -> dict[str, float]:
         """Bring the sums since the last time to the host, in one go, and average them over samples and ranks."""
         self._check_losses()
-        names = sorted(self._sums)
-        sums = torch.stack([self._sums[name] for name in names]).cpu()
-        counts = torch.tensor([float(self._counts[name]) for name in names])
+        # A rank that had pictures alone has no motion to tell of.
+        names = sorted({name for each in self.ranks.gather(list(self._sums)) for name in each})
+        nothing = torch.zeros((), device=self.device)
+        sums = torch.stack([self._sums.get(name, nothing) for name in names]).cpu()
+        counts = torch.tensor([float(self._counts.get(name, 0)) for name in names])
         means = self.ranks.mean(sums) / self.ranks.mean(counts)
         self._sums, self._counts = {}, {}
         values = dict(zip(names, means.tolist(), strict=True))

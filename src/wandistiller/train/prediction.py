@@ -15,6 +15,7 @@ from wandistiller.config.training import TrainingConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.encode import plan_buckets
+from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import encode_phase, text_phase
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import Hardware
@@ -79,6 +80,11 @@ def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: 
 
 def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``distill`` takes."""
+    if config.teacher_context_parallel > 1:
+        raise UsageError(
+            "There is no plan yet for ranks that ask a teacher together.",
+            fix="Leave --teacher-context-parallel away: what the teacher computes with is then divided by the ranks.",
+        )
     factors = {"spatial_factor": shapes.vae["scale_factor_spatial"], "temporal_factor": shapes.vae["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, dict(shapes.transformers[0]), **factors)
     config = with_sizes(config, plan)

@@ -26,7 +26,7 @@ from wandistiller.models.sizes import usual_size
 from wandistiller.models.text_padding import can_fold_padding
 from wandistiller.train.distill_job import DistillJob
 from wandistiller.train.rollout import roll_out
-from wandistiller.train.teacher import ServedTeacher, TeacherInStep, Teaches
+from wandistiller.train.teacher import ServedTeacher, TeacherInStep, TeacherTogether, Teaches
 from wandistiller.train.transformer_data import encode_training_data, folds_padding, open_samples
 
 
@@ -108,7 +108,8 @@ def ask_once(job: DistillJob, questions: Questions, teacher: Teaches | None, ran
     records = TeacherRecords((config.cache_dir or config.output_dir / "cache") / "teacher" / plan.name, plan)
     # Rank 0 alone, where it alone has the teacher.
     asked = teacher if not isinstance(teacher, ServedTeacher) else teacher.alone()
-    way: Way = "first" if isinstance(teacher, ServedTeacher) else "in_step" if isinstance(teacher, TeacherInStep) else "shared"
+    is_in_step = isinstance(teacher, TeacherInStep | TeacherTogether)
+    way: Way = "first" if isinstance(teacher, ServedTeacher) else "in_step" if is_in_step else "shared"
     records.fill(partial(_ask, job, questions, asked), ranks, way)
     texts: Callable[[int], Tensor] = questions.samples.text
     return RecordSamples(records, questions.samples.buckets[0], texts)

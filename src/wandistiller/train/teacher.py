@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from wandistiller.distributed.context import ClipGroup
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.path import NUM_TIMESTEPS
 from wandistiller.memory.experts import Experts
+from wandistiller.models.latents import num_tokens
 
 
 @dataclass
@@ -137,6 +139,37 @@ class TeacherInStep:
     def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
         wanted = {expert for each in self._ranks.gather(self._teacher.experts_for(sigma)) for expert in each}
         return self._teacher.answer(noisy, sigma, text, scale=scale, blocks=blocks, also=wanted)
+
+
+class TeacherTogether:
+    """Answers with a group of ranks, each with a share of the tokens: all ranks must ask at the same time.
+
+    What each of them asks is computed by the whole group, one question after the other.
+    """
+
+    def __init__(self, teacher: Teacher | TeacherInStep, group: ClipGroup, config: Mapping[str, Any]) -> None:
+        """The group's ranks have spread this teacher's transformers, which are of this configuration."""
+        self._teacher = teacher
+        self._group = group
+        self._config = config
+
+    def release(self) -> None:
+        self._teacher.release()
+
+    def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
+        mine = [each.contiguous() for each in (noisy, sigma, text)]
+        asked = self._group.gather([(each.shape, each.dtype) for each in mine])
+        answers = []
+        for place, question in enumerate(asked):
+            is_mine = place == self._group.place
+            room = mine if is_mine else [torch.empty(shape, dtype=dtype, device=noisy.device) for shape, dtype in question]
+            given = [self._group.from_place(place, each) for each in room]
+            found = self._teacher.answer(*given, scale=scale, blocks=blocks)
+            tokens = num_tokens(self._config, given[0].shape)
+            features = [self._group.whole(feature, tokens) for feature in found.features]
+            if is_mine:
+                answers.append(Answer(found.velocity, features))
+        return answers[0]
 
 
 class ServedTeacher:
