@@ -52,7 +52,8 @@ class Ranks:
         if self.world_size == 1:
             return value
         found = [value]
-        dist.broadcast_object_list(found, src=0)
+        with noted("waiting for what the first rank has"):
+            dist.broadcast_object_list(found, src=0)
         return found[0]
 
     def wait(self) -> None:
