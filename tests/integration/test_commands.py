@@ -1,7 +1,6 @@
 """Each command as a user runs it, in a process of its own."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -9,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.processes import run_command
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments, cwd, code=0):
-    result = subprocess.run(
-        [sys.executable, "-m", "wandistiller", *map(str, arguments)], cwd=cwd, capture_output=True, text=True, env=os.environ
-    )
+    result = run_command(arguments, cwd)
     assert result.returncode == code, result.stdout + result.stderr
     return result
 
