@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from wandistiller.checkpoint.training_state import TrainingStates, is_complete
 
-STEPS = 1500
+STEPS = 200
 WORLD = ["--dataset-path", "world:16:1x32x32", "--width", "32", "--height", "32", "--frames", "1", "--max-aspect", "1"]
 FLAGS = ["--model", "tiny-random", *WORLD, "--batch-size", "1", "--learning-rate", "1e-3", "--workers", "0"]
 FLAGS += ["--num-steps", str(STEPS), "--save-every", "5", "--validate-every", "0", "--log-every", "50"]
