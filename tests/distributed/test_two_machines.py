@@ -81,9 +81,9 @@ def test_a_link_that_is_cut_and_mended(machines, tmp_path):
         time.sleep(0.1)
     ip("-n", NAMES[0], "link", "set", "wan-link-a", "down")
     cut = time.monotonic()
-    while "error:" not in logs(folder) and time.monotonic() < cut + 60:
+    while "error:" not in logs(folder):
+        assert time.monotonic() < cut + 60, logs(folder)
         time.sleep(0.1)
-    assert time.monotonic() - cut < 15, logs(folder)
     for process in processes:
         process.wait(timeout=120)
     assert all(process.returncode for process in processes)

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,12 +204,13 @@ def _encode_texts(job: EncodeJob, monitor: Monitor) -> int:
             while batch := list(itertools.islice(claimed, job.config.text_batch_size)):
                 entries = [entry(job.source, index) for index in batch]
                 found = encode([caption for _, caption in entries])
-                for index, (name, caption), embeddings in zip(batch, entries, found, strict=True):
-                    check_finite(embeddings, job.texts.file(name).path, "--dtype")
-                    job.texts.write(name, caption, embeddings, encoder_path=str(parts[0]))
-                    job.claims.release(claim_name(index))
-                    num_written += 1
-                    advance()
+                with _one_thread():
+                    for index, (name, caption), embeddings in zip(batch, entries, found, strict=True):
+                        check_finite(embeddings, job.texts.file(name).path, "--dtype")
+                        job.texts.write(name, caption, embeddings, encoder_path=str(parts[0]))
+                        job.claims.release(claim_name(index))
+                        num_written += 1
+                        advance()
 
         share(
             sorted(missing, key=_is_others),
@@ -311,7 +312,12 @@ class _MediaEncoding:
             return
         frames = np.stack([loaded.frames for loaded in batch.values()])
         latents = encode_frames(self._vae, frames, tiled=job.config.vae_tiling)
-        for (index, loaded), values in zip(batch.items(), latents.cpu(), strict=True):
+        with _one_thread():
+            self._write(bucket, batch, latents.cpu())
+
+    def _write(self, bucket: Bucket, batch: Mapping[int, _Loaded], latents: Tensor) -> None:
+        job = self._job
+        for (index, loaded), values in zip(batch.items(), latents, strict=True):
             name = job.source.name(index)
             check_finite(values, job.latents.file(name).path, "--vae-dtype")
             job.latents.write(
@@ -386,6 +392,17 @@ def sweep_partial(folder: Path) -> None:
                 partial.unlink(missing_ok=True)
         except FileNotFoundError:  # its writer has just finished
             continue
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let one thread do what is small: those of several processes on the same cores would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_finite(values: Tensor, path: Path, flag: str) -> None:
