@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from wandistiller.memory.host import HostBudget, allocate_host
+from wandistiller.memory.host import HostBudget, allocate_host, lock_pages
 from wandistiller.memory.lanes import Ticket
 from wandistiller.memory.layout import BlockLayout, Member, align
+from wandistiller.memory.shared_host import share
 
 Read = Callable[[int, Member], Tensor]
 """Gives the values of a member of a block, in host memory and in the member's dtype."""
@@ -104,16 +105,35 @@ class HostStore(_InHostMemory):
     staging_bytes = 0
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], read: Read, device: torch.device, budget: HostBudget | None = None
+        self,
+        layouts: Sequence[BlockLayout],
+        read: Read,
+        device: torch.device,
+        budget: HostBudget | None = None,
+        shared_as: str | None = None,
     ) -> None:
-        """Read every block; ``read`` may give the tensors that the model holds now or read them from files."""
+        """Read every block; ``read`` may give the tensors that the model holds now or read them from files.
+
+        ``shared_as`` is a name under which the ranks of a machine have these blocks in common; nobody may change them then.
+        """
         super().__init__(layouts)
         budget = budget or HostBudget()
+        if shared_as is not None:
+            specs = {str(index): (torch.Size([layout.num_bytes]), torch.uint8) for index, layout in enumerate(layouts)}
+            found = share(shared_as, specs, lambda name: self._filled(int(name), read))
+            self.flats = [found[name] for name in specs]
+            for flat in self.flats[:1]:  # all are pieces of one
+                lock_pages(flat, device, budget)
+            return
         for index, layout in enumerate(layouts):
-            flat = allocate_host(layout.num_bytes, device, budget)
-            for member in layout.members:
-                member.view(flat).copy_(read(index, member))
-            self.flats.append(flat)
+            self.flats.append(self._filled(index, read, allocate_host(layout.num_bytes, device, budget)))
+
+    def _filled(self, index: int, read: Read, flat: Tensor | None = None) -> Tensor:
+        layout = self.layouts[index]
+        flat = torch.empty(layout.num_bytes, dtype=torch.uint8) if flat is None else flat
+        for member in layout.members:
+            member.view(flat).copy_(read(index, member))
+        return flat
 
     def unpack(self, index: int, staging: Tensor, flat: Tensor) -> None:
         raise AssertionError("host memory holds blocks as they are used")

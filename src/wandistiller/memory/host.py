@@ -62,16 +62,23 @@ def allocate_host(num_bytes: int, device: torch.device, budget: HostBudget | Non
     pages = mmap.mmap(-1, size)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
     if budget.take(size):
-        _register(pages, tensor, size, budget)
+        # The driver locks page by page as the memory is touched by one thread; touched in parallel first, that is quicker.
+        _register(tensor.zero_(), budget, pages)
     return tensor[:num_bytes]
 
 
-def _register(pages: mmap.mmap, tensor: Tensor, size: int, budget: HostBudget) -> None:
+def lock_pages(tensor: Tensor, device: torch.device, budget: HostBudget | None = None) -> None:
+    """Page-lock memory that is there already, all that a tensor's storage has, under the same conditions."""
+    budget = budget or HostBudget()
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    if device.type == "cuda" and budget.take(whole.numel()):
+        _register(whole, budget)
+
+
+def _register(tensor: Tensor, budget: HostBudget, pages: mmap.mmap | None = None) -> None:
     global _page_locked
     runtime = torch.cuda.cudart()
-    # The driver locks page by page as the memory is touched by one thread; touched in parallel first, that is quicker.
-    tensor.zero_()
-    address = tensor.data_ptr()
+    address, size = tensor.data_ptr(), tensor.numel()
     status = int(runtime.cudaHostRegister(address, size, 0))
     if status != 0:
         budget.warn(f"the driver refused to lock {Bytes(size)} (error {status}); see ulimit -l")
@@ -81,7 +88,7 @@ def _register(pages: mmap.mmap, tensor: Tensor, size: int, budget: HostBudget) -
     weakref.finalize(tensor.untyped_storage(), _unregister, address, size, pages)
 
 
-def _unregister(address: int, size: int, pages: mmap.mmap) -> None:
+def _unregister(address: int, size: int, pages: mmap.mmap | None) -> None:
     global _page_locked
     _page_locked -= size
     if torch.cuda.is_initialized():

@@ -176,6 +176,8 @@ class Streamed(Placement):
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
         plan = StreamPlan(subject, self.num_slots, self._resident, self.quantise, self.train)
         host = sum(_pages(plan.stored_bytes(layout)) for layout in plan.layouts)
+        if self._is_shared(subject):
+            host = -(-host // ranks_here())  # this rank's part of what is there once
         locked = host if device.type == "cuda" else 0
         if self.max_page_locked is not None:
             locked = min(locked, self.max_page_locked)
@@ -192,6 +194,7 @@ class Streamed(Placement):
             read=subject.read,
             quantise=self.quantise,
             budget=HostBudget(self.max_page_locked),
+            shared_as=f"{subject.key} {self._resident}" if self._is_shared(subject) else None,
             train=self.train,
         )
         stream.is_timed = self.resident == "auto"
@@ -202,6 +205,11 @@ class Streamed(Placement):
     @property
     def _resident(self) -> int:
         return 0 if self.resident == "auto" else self.resident
+
+    def _is_shared(self, subject: Subject) -> bool:
+        """Whether the ranks of this machine have the blocks in common: of a model that nobody changes, as it is stored."""
+        is_fixed = not self.train and not any(each.requires_grad for each in subject.model.parameters())
+        return ranks_here() > 1 and is_fixed and not self.quantise and subject.read is not None and bool(subject.key)
 
 
 @register_placement("disk")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import hashlib
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ def share(key: str, specs: Mapping[str, Spec], read: Callable[[str], Tensor]) ->
     offsets, total = {}, 0
     for name, (shape, dtype) in specs.items():
         offsets[name], total = total, align(total + shape.numel() * dtype.itemsize)
+    total = -(-max(total, 1) // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages, which can be locked
     path = _path(key)
     with path.with_suffix(".lock").open("a+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait here while the first one fills
@@ -41,7 +43,7 @@ def share(key: str, specs: Mapping[str, Spec], read: Callable[[str], Tensor]) ->
             remove_abandoned()
             partial = path.with_suffix(".partial")
             with partial.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, max(total, 1))  # too little room is an error here, not a crash later
+                os.posix_fallocate(file.fileno(), 0, total)  # too little room is an error here, not a crash later
             _fill(_map(partial, total), specs, offsets, read)
             partial.rename(path)
         _hold(path)
@@ -94,7 +96,7 @@ def _release() -> None:
 
 
 def _map(path: Path, size: int) -> Tensor:
-    return torch.from_file(str(path), shared=True, size=max(size, 1), dtype=torch.uint8)
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def _fill(flat: Tensor, specs: Mapping[str, Spec], offsets: Mapping[str, int], read: Callable[[str], Tensor]) -> None:

@@ -309,6 +309,7 @@ def stream_blocks(
     locate: Callable[[str], Entry | None] | None = None,
     quantise: bool = False,
     budget: HostBudget | None = None,
+    shared_as: str | None = None,
     train: bool = False,
     on_gradient: GradientTaker | None = None,
     lane: Lane | None = None,
@@ -318,7 +319,8 @@ def stream_blocks(
     ``resident`` of the blocks, spread evenly, stay on the device, and so do the trained adapters of frozen blocks. With
     ``train`` whole blocks are trained: their gradients leave for the host as soon as they are complete, into ``gradients`` or
     to ``on_gradient``. With ``locate``, which says where a tensor lies in the user's files as it is used, blocks are read
-    from there when they are needed, and ``read`` is asked for those tensors only that have to be converted.
+    from there when they are needed, and ``read`` is asked for those tensors only that have to be converted. ``shared_as`` is a
+    name under which the ranks of a machine have frozen blocks, as they are, in common.
     """
     device = torch.device(device)
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
@@ -351,7 +353,8 @@ def stream_blocks(
         find = lambda index, member: locate(member_name(member))  # noqa: E731
         stream.store = DiskStore(stream.layouts, read_member, device, find, lane=lane)
     else:
-        stream.store = (QuantisedStore if quantise else HostStore)(stream.layouts, read_member, device, budget)
+        make = QuantisedStore if quantise else functools.partial(HostStore, shared_as=shared_as)
+        stream.store = make(stream.layouts, read_member, device, budget)
     _make_ring(stream)
     _keep_the_rest_on_device(stream, taken, names, read)
     _let_optimisers_step(stream)

@@ -19,8 +19,9 @@ from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
 reads = []
 stored = inspect_checkpoint(Path(sys.argv[1]), TRANSFORMER)
 subject = stored_subject(stored, torch.float32, on_read=lambda: reads.append(1))
-find_placement("cpu").attach(subject, torch.device("cpu"))
-total = sum(parameter.double().sum() for parameter in subject.model.parameters())
+subject.model.requires_grad_(False)
+find_placement(sys.argv[2]).attach(subject, torch.device("cpu"))
+total = sum(value.double().sum() for value in subject.model.state_dict().values())
 print("ready", len(reads), float(total), flush=True)
 sys.stdin.readline()
 share, inside = 0, False
@@ -35,7 +36,8 @@ sys.stdin.readline()
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs Linux's account of shared memory")
-def test_two_ranks_share_one_copy(tiny_folder, tmp_path):
+@pytest.mark.parametrize("placement", ["cpu", "offload"])
+def test_two_ranks_share_one_copy(tiny_folder, tmp_path, placement):
     import torch
     from diffusers import WanTransformer3DModel
 
@@ -45,7 +47,7 @@ def test_two_ranks_share_one_copy(tiny_folder, tmp_path):
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": tmp_path.name}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path / "half")],
+            [sys.executable, "-c", RANK, str(tmp_path / "half"), placement],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -63,9 +65,11 @@ def test_two_ranks_share_one_copy(tiny_folder, tmp_path):
         return [line[1:] for line in lines]
 
     ready = ask("ready")
-    assert sorted(int(reads) > 0 for reads, _ in ready) == [False, True], "one rank reads, the other maps"
+    if placement == "cpu":
+        assert sorted(int(reads) > 0 for reads, _ in ready) == [False, True], "one rank reads, the other maps"
     assert ready[0][1] == ready[1][1]
-    converted = sum(p.numel() * 4 for p in model.parameters() if p.dtype == torch.bfloat16)
+    shared = model if placement == "cpu" else model.blocks  # what is in no block is on the device
+    converted = sum(p.numel() * 4 for p in shared.parameters() if p.dtype == torch.bfloat16)
     together = sum(int(share[0]) for share in ask("share"))
     assert 0.9 * converted < together < 1.15 * converted + 2 * 4096
     assert all(rank.wait(timeout=60) == 0 for rank in ranks)
