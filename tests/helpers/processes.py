@@ -15,6 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 _IMPORTED = ["wandistiller.api", "wandistiller.train.loop", "diffusers.models", "torch._dynamo"]
 
 
@@ -60,6 +62,7 @@ def _be(
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ |= environment
     os.chdir(folder)
+    torch.set_num_threads(1)  # several of them run on two cores
     try:
         function(*arguments)
     except SystemExit as done:
