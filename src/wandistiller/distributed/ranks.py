@@ -121,6 +121,8 @@ def joined(device: torch.device, timeout_seconds: float = 1800.0, *, needs_group
     watch.start()
     try:
         yield ranks
+        # Only after success: a rank that failed must not wait for the others. Until all are here, this one is still alive.
+        ranks.wait()
     except RuntimeError as error:
         if "timed out" not in str(error).lower():
             raise
@@ -131,8 +133,6 @@ def joined(device: torch.device, timeout_seconds: float = 1800.0, *, needs_group
         ) from error
     finally:
         watch.stop()
-    # Only after success: a rank that failed must not wait for the others here.
-    dist.barrier()
     for mesh in _meshes:
         # Distributed tensors remember for good how an operation is done, and with it the mesh, and with it the group.
         getattr(mesh, "_pg_registry", {}).clear()

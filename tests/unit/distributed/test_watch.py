@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from helpers.ranks import run_ranks
 
 from wandistiller.distributed import watch
 from wandistiller.distributed.watch import Watch
@@ -74,3 +75,18 @@ def test_what_is_noted_comes_back():
     with watch.noted("inside"):
         assert watch._doing == "inside"
     assert watch._doing == "outside"
+
+
+def leave_early(seconds):
+    import torch
+
+    from wandistiller.distributed.ranks import joined
+
+    with joined(torch.device("cpu"), 4.0) as ranks:
+        if ranks.is_first:
+            time.sleep(seconds)
+
+
+def test_a_rank_that_is_done_waits_in_peace(tmp_path):
+    """Longer than a rank may be silent, and shorter than it may wait."""
+    run_ranks(2, leave_early, 3.0, folder=tmp_path)
