@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -228,7 +229,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hardware = detect() if device.type == "cuda" else Hardware(card=H200, host_memory=Bytes(2**37))
     torch._dynamo.config.recompile_limit = 64
-    started, rows = time.perf_counter(), []
+    started, rows, failed = time.perf_counter(), [], list[str]()
     file = arguments.output / f"planner{'-' + '-'.join(arguments.only) if len(arguments.only) < len(KINDS) else ''}.json"
     works = [
         (kind, name, found)
@@ -249,6 +250,7 @@ def main() -> None:
                 row = row_of(kind, name, prediction.result(), measured)
             except Exception as error:  # noqa: BLE001 - the others are still worth measuring
                 print(f"{kind:8} {name:52} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                failed.append(name)
                 continue
             torch._dynamo.reset()
             rows.append(row)
@@ -264,9 +266,11 @@ def main() -> None:
             arguments.output.mkdir(parents=True, exist_ok=True)
             facts = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
             rates = {"bus_gb_per_second": hardware.bus_rate / 1e9}
-            file.write_text(json.dumps({**facts, **rates, "rows": rows}, indent=1) + "\n")
+            file.write_text(json.dumps({**facts, **rates, "failed": failed, "rows": rows}, indent=1) + "\n")
     within = sum(row["is_memory_within"] for row in rows), sum(row["is_time_within"] for row in rows)
     print(f"{len(rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}")
+    if failed:
+        sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -49,11 +49,11 @@ from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
-from wandistiller.train.parallel_choice import settle_parallel
+from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import distill_work, planned_pixels
 from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
-from wandistiller.train.runs import Run, exit_code, prepare_parallel
+from wandistiller.train.runs import Run, exit_code
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
 from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches
@@ -88,7 +88,8 @@ def run_distill(config: DistillConfig) -> Distilled:
 def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     config = job.config
     shapes = Shapes.of(job.vae.config, job.teacher_config)
-    monitor = Monitor([job.device], lambda failure: find_distill_remedies(config, shapes, job.plan.config, failure))
+    predicted_by = as_settled(config, job.parallel)
+    monitor = Monitor([job.device], lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure))
     questions = open_questions(job)
     assert config.teacher_path is not None
     held_out = encode_held_out(config, config.teacher_path, job.device)
@@ -126,8 +127,7 @@ def _settle(job: DistillJob) -> DistillJob:
         is_beside = not config.is_stored and config.strategy not in ("auto", "gpu0", "sharded")
         return found if is_beside else replace(found, teacher=None)
 
-    config = settle_parallel(job.config, job.device, work)
-    return replace(job, config=config, parallel=prepare_parallel(config))
+    return replace(job, parallel=settle_parallel(job.config, job.device, work))
 
 
 def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teaches | None:
@@ -178,7 +178,8 @@ def _student_room(job: DistillJob, questions: Questions) -> Bytes | None:
     if job.config.is_stored:
         return None
     hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
-    work = distill_work(job.config, shapes, job.plan.config, hardware, largest_bucket(questions.samples.buckets).shape)
+    config = as_settled(job.config, job.parallel)
+    work = distill_work(config, shapes, job.plan.config, hardware, largest_bucket(questions.samples.buckets).shape)
     needed = replace(work, teacher=None).phase(hardware).reserved
     return Bytes(needed + margin(needed))
 

@@ -49,7 +49,7 @@ from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises, travels_in
-from wandistiller.train.parallel_choice import settle_parallel
+from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
@@ -111,7 +111,7 @@ def run_train(config: TrainConfig) -> Trained:
 def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     config = job.config
     assert config.model is not None and config.dataset_path is not None
-    monitor = Monitor([job.device], lambda failure: find_remedies(config, _shapes(job), failure))
+    monitor = Monitor([job.device], lambda failure: find_remedies(as_settled(config, job.parallel), _shapes(job), failure))
     data = encode_training_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
     held_out = encode_held_out(config, config.model, job.device)
     with monitor.phase("loading", "student"):
@@ -162,8 +162,7 @@ def _settle(job: _Job) -> _Job:
         shapes = _shapes(job)
         return train_work(config, shapes, hardware, planned_pixels(config, shapes.vae))
 
-    config = settle_parallel(job.config, job.device, work)
-    return replace(job, config=config, parallel=prepare_parallel(config))
+    return replace(job, parallel=settle_parallel(job.config, job.device, work))
 
 
 def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]:

@@ -5,6 +5,7 @@ import torch
 
 from wandistiller.config.train import TrainConfig
 from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.works import Training
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import SIZES
 from wandistiller.train import parallel_choice
@@ -31,7 +32,7 @@ def settle(monkeypatch):
         def work(changed, machine):
             return train_work(changed, shapes, machine, planned_pixels(changed, shapes.vae))
 
-        return parallel_choice.settle_parallel(config, torch.device("cpu"), work).parallel
+        return parallel_choice.settle_parallel(config, torch.device("cpu"), work).name
 
     return go
 
@@ -51,6 +52,12 @@ def test_slices_within_a_machine_before_slices_over_all(settle):
 
 def test_what_slices_do_not_go_with(settle):
     assert settle(0.1 * WHOLE, optimizer="adafactor") == "ddp"
+
+
+def test_what_cannot_be_foreseen_is_trained_all_the_same(settle, monkeypatch, capsys):
+    monkeypatch.setattr(Training, "phase", lambda *_: 1 / 0)
+    assert settle(10 * WHOLE) == "ddp"
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_what_was_asked_for_stays(settle):
