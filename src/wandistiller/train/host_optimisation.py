@@ -5,17 +5,15 @@ beside the backward of the blocks before it. With clipping the norm of all gradi
 the next forward instead, in its order: a block's weights leave for the device when they are new. What is not streamed is
 updated on the device by an optimiser of the ordinary kind.
 
-An update is limited by how fast memory is read and written, so it goes through a block in pieces that stay in the processor's
-caches: a gradient is made float32, used, and the new weights rounded without either going to memory in between.
+An update is limited by how fast memory is read and written, so threads go through a block in pieces that stay in a core's
+cache: a gradient is made float32, used, and the new weights rounded without either going to memory in between.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import queue
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,12 +22,11 @@ from torch import Tensor, nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.block_store import HostStore
+from wandistiller.memory.host_threads import PIECE, HostThreads, Work
 from wandistiller.memory.layout import Member
 from wandistiller.memory.streaming import BlockStream
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
 from wandistiller.train.schedules import rate_factor
-
-_PIECE = 2**22
 
 
 @dataclass
@@ -64,6 +61,15 @@ class _Block:
         start = self.offsets[index]
         return flat[start : start + member.shape.numel()].view(member.shape)
 
+    @functools.cached_property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """The pieces that threads take: a member, and where in it one begins and ends."""
+        return [
+            (index, start, min(start + PIECE, member.shape.numel()))
+            for index, member in enumerate(self.members)
+            for start in range(0, member.shape.numel(), PIECE)
+        ]
+
 
 class HostOptimisation:
     """What ``Optimisation`` does, for a model whose blocks are streamed and trained."""
@@ -96,18 +102,13 @@ class HostOptimisation:
         rest = {name: parameter for name, parameter in self.parameters.items() if id(parameter) not in self._places}
         # Clipped here, together with the streamed ones.
         self._rest = Optimisation(rest, replace(options, clip_norm=None), precision, device)
-        # Room for pieces in float32, one for each thread: new memory for each piece would cost more than the piece.
-        self._arrivals, self._updates = torch.empty(_PIECE), torch.empty(_PIECE)
         self._number = 0
         self._backwards = 0
         self._expected = 0
         self._clip: float | None = options.clip_norm
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._idle = threading.Condition()
-        self._pending = 0
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._update_in_turn, name="wandistiller-updates", daemon=True)
-        self._thread.start()
+        self._threads = HostThreads()
+        self._updates: dict[int, Work] = {}
+        """By block: the last update, done or under way."""
         stream.gradients.take = self._arrive
 
     @property
@@ -125,8 +126,6 @@ class HostOptimisation:
 
     def step(self, number: int) -> Tensor:
         """Finish the step with this number, counted from 0; return the norm of all gradients."""
-        if self._error is not None:
-            self.wait()
         on_device = [parameter.grad for parameter in self._rest.parameters.values() if parameter.grad is not None]
         squares = [gradient.float().square().sum() for gradient in on_device]
         total = sum(block.square_norm for block in self._blocks) + (float(torch.stack(squares).sum()) if squares else 0.0)
@@ -136,8 +135,7 @@ class HostOptimisation:
             for gradient in on_device:
                 gradient.mul_(scale)
             for position, block in enumerate(self._blocks):
-                self._store.hold_back(position)
-                self._schedule(functools.partial(self._update, position, block, scale))
+                self._update(position, block, scale)
         self._rest.step(number)
         self._number, self._backwards = number + 1, 0
         self._stream.invalidate()
@@ -145,16 +143,12 @@ class HostOptimisation:
 
     def wait(self) -> None:
         """Return when all updates are done; raise what one of them raised."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._pending == 0)
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        while self._updates:
+            self._updates.popitem()[1].wait()
 
     def close(self) -> None:
-        """End the thread, once all updates are done."""
-        self._work.put(None)
-        self._thread.join()
+        """End the threads, once all updates are done."""
+        self._threads.close()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all state: tensors by name, and plain values."""
@@ -194,47 +188,52 @@ class HostOptimisation:
         """Take a gradient in; called on the thread that gradients arrive on."""
         position, index = self._places[id(parameter)]
         block = self._blocks[position]
-        is_complete = self._expected == self._backwards + 1
-        if self._backwards == 0:
-            target = block.gradient_in(index, gradient.dtype if is_complete else torch.float32)
-            target.copy_(gradient)
-        else:
-            target = block.gradient_in(index, torch.float32)
-            target.add_(gradient)
+        is_complete, is_first = self._expected == self._backwards + 1, self._backwards == 0
+        target = block.gradient_in(index, gradient.dtype if is_complete and is_first else torch.float32).view(-1)
+        arrived = gradient.view(-1)
+
+        def take(number: int, room: Tensor) -> float:
+            piece = slice(number * PIECE, (number + 1) * PIECE)
+            mine = target[piece].copy_(arrived[piece]) if is_first else target[piece].add_(arrived[piece])
+            if not is_complete:
+                return 0.0
+            values = room[: mine.numel()].copy_(mine)
+            return float(torch.dot(values, values))
+
+        squares = self._threads.begin(take, -(-target.numel() // PIECE), is_urgent=True).wait()
         if not is_complete:
             return
-        if block.num_arrived == 0:
-            block.square_norm = 0.0
+        block.square_norm = sum(squares, start=block.square_norm if block.num_arrived else 0.0)
         block.num_arrived += 1
-        for piece in target.view(-1).split(_PIECE):
-            values = self._arrivals[: piece.numel()].copy_(piece)
-            block.square_norm += float(torch.dot(values, values))
         if block.num_arrived == len(block.members):
             block.num_arrived = 0
             if self._clip is None:
-                self._store.hold_back(position)
-                self._schedule(functools.partial(self._update, position, block, 1.0))
+                self._update(position, block, 1.0)
 
     def _update(self, position: int, block: _Block, scale: float) -> None:
-        """Give a block its new weights, in float32 and where it is streamed from."""
-        try:
-            rate = self._rate_at(block.num_steps)
-            block.num_steps += 1
-            values = self._store.views_at_once(position)
-            for index, member in enumerate(block.members):
-                state = [block.piece(flat, index) for flat in block.state.values()]
-                tensors = (*state, block.gradients[index], values[member.name])
-                pieces = zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True)
-                for master, first, second, gradient, weights in pieces:
-                    in_float32 = self._updates[: gradient.numel()].copy_(gradient)
-                    if scale != 1.0:
-                        in_float32.mul_(scale)
-                    self._adamw(master, in_float32, first, second, block.num_steps, rate)
-                    weights.copy_(master)
-        finally:
-            self._store.let_go(position)  # also if it failed: whoever waits here would never see the error
+        """Begin to give a block its new weights, in float32 and where it is streamed from; until then nobody may have it."""
+        rate = self._rate_at(block.num_steps)
+        block.num_steps += 1
+        number = torch.tensor(float(block.num_steps))
+        values = self._store.views_at_once(position)
 
-    def _adamw(self, weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, number: int, rate: float) -> None:
+        def update(index: int, room: Tensor) -> None:
+            member, start, end = block.pieces[index]
+            begin = block.offsets[member]
+            master, first, second = (flat[begin + start : begin + end] for flat in block.state.values())
+            gradient = room[: end - start].copy_(block.gradients[member].view(-1)[start:end])
+            if scale != 1.0:
+                gradient.mul_(scale)
+            self._adamw(master, gradient, first, second, number, rate)
+            values[block.members[member].name].view(-1)[start:end].copy_(master)
+
+        if (before := self._updates.get(position)) is not None:
+            before.wait()  # done, or fetching the block would have waited; raises what went wrong
+        self._store.hold_back(position)
+        then = functools.partial(self._store.let_go, position)
+        self._updates[position] = self._threads.begin(update, len(block.pieces), then=then)
+
+    def _adamw(self, weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, number: Tensor, rate: float) -> None:
         """Take one step, the first of which has number 1, with the kernel of ``torch.optim.AdamW(fused=True)``."""
         torch._fused_adamw_(
             [weights],
@@ -242,7 +241,7 @@ class HostOptimisation:
             [first],
             [second],
             [],
-            [torch.tensor(float(number))],
+            [number],
             lr=rate,
             beta1=self.options.betas[0],
             beta2=self.options.betas[1],
@@ -257,18 +256,3 @@ class HostOptimisation:
         return options.rate * rate_factor(
             options.schedule, number, warmup_steps=options.warmup_steps, num_steps=options.num_steps
         )
-
-    def _schedule(self, work: Callable[[], None]) -> None:
-        with self._idle:
-            self._pending += 1
-        self._work.put(work)
-
-    def _update_in_turn(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
-                self._error = error
-            with self._idle:
-                self._pending -= 1
-                self._idle.notify_all()
