@@ -1,9 +1,11 @@
 """Predicted against measured: memory and time of every job, several sizes, lengths, placements and policies, in one run.
 
 python benchmarks/planner.py --output benchmarks/results [--only sample train distill vae] [--match offload] [--small]
+python benchmarks/planner.py --predict FILE      beforehand, for an H200, on any machine
+python benchmarks/planner.py --against FILE      on the card, which then does not wait for predictions
 
-The predictions are made by other processes while the card measures, so that no card waits for them. The bounds: what is
-reserved within 3 % or 300 MiB of the prediction, whichever is larger; a step's time within 15 %.
+Otherwise the predictions are made by other processes while the card measures. The bounds: what is reserved within 3 % or
+300 MiB of the prediction, whichever is larger; a step's time within 15 %.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,24 @@ def predict(work: Work, hardware: Hardware) -> Predicted:
     return Predicted(phase.peak, phase.reserved, phase.total("page-locked"), phase.seconds, planning)
 
 
+def beforehand(file: Path, works: list[tuple[str, str, Work]], hardware: Hardware, workers: int) -> None:
+    """Write down what is predicted, for a card of which only the name is known."""
+    found: dict[str, Any] = {}
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        predictions = [pool.submit(predict, work, hardware) for _, _, work in works]
+        for (kind, name, work), prediction in zip(works, predictions, strict=True):
+            found[f"{kind}: {name}"] = {"work": repr(work), **asdict(prediction.result())}
+            print(f"{kind:8} {name:52} {prediction.result()}", flush=True)
+            file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def read_beforehand(file: Path | None, kind: str, name: str, work: Work) -> Predicted | None:
+    """Return what was predicted for just this work."""
+    content = {} if file is None else json.loads(file.read_text())
+    found = content.get(f"{kind}: {name}", {"work": None})
+    return Predicted(**found) if found.pop("work") == repr(work) else None
+
+
 def row_of(kind: str, name: str, predicted: Predicted, measured: Measured) -> dict[str, Any]:
     return {
         "job": kind,
@@ -223,7 +243,10 @@ def main() -> None:
     parser.add_argument("--match", default="", help="take only what has this in its name")
     parser.add_argument("--skip", default="\0", help="leave out what has this in its name")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no other one is begun")
+    parser.add_argument("--predict", type=Path, help="only predict, and write the predictions to this file")
+    parser.add_argument("--against", type=Path, help="the file of predictions made beforehand")
     parser.add_argument("--workers", type=int, default=4, help="processes that predict")
+    parser.add_argument("--bus", type=float, default=55.4, help="GB a second over the bus, for --predict")
     parser.add_argument("--small", action="store_true", help="tiny models, for trying this without a card")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -238,16 +261,24 @@ def main() -> None:
         if arguments.match in name and arguments.skip not in name
         if (found := small(name, work) if arguments.small else work) is not None
     ]
+    if arguments.predict is not None:
+        beforehand(arguments.predict, works, replace(hardware, bus_rate=arguments.bus * 1e9), arguments.workers)
+        return
+    known = [read_beforehand(arguments.against, *work) for work in works]
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
-        predictions = [pool.submit(predict, work, hardware) for _, _, work in works]
+        predictions = [
+            pool.submit(predict, work, hardware) if said is None else said
+            for (_, _, work), said in zip(works, known, strict=True)
+        ]
         for (kind, name, work), prediction in zip(works, predictions, strict=True):
             if time.perf_counter() - started > arguments.budget:
-                prediction.cancel()
-                continue
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
             begun = time.perf_counter()
             try:
                 measured = try_out(work, device, num_steps=3)
-                row = row_of(kind, name, prediction.result(), measured)
+                said = prediction if isinstance(prediction, Predicted) else prediction.result()
+                row = row_of(kind, name, said, measured)
             except Exception as error:  # noqa: BLE001 - the others are still worth measuring
                 print(f"{kind:8} {name:52} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 failed.append(name)
