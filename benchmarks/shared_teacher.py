@@ -2,9 +2,9 @@
 
 python benchmarks/shared_teacher.py --output benchmarks/results [--ranks 4] [--gigabytes 1]
 
-Real ``distill`` jobs under torchrun on the CPU, the teacher computing there or offloaded, its 16-bit weights as they are or in
-8 bits. What is measured is the proportional set size of all ranks together while they train: memory that n processes share
-counts 1/n in each. What the same job takes with a tiny teacher is subtracted.
+Real ``distill`` jobs under torchrun on the CPU, the teacher computing there or offloaded. What is measured is the proportional
+set size of all ranks together while they train: memory that n processes share counts 1/n in each. What the same job takes with
+a tiny teacher is subtracted, and so are each rank's slots, which would be on its card.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,35 @@ GB = 1e9
 STEPS = 6
 WORLD = ["--dataset-path", "world:16:1x32x32", "--width", "32", "--height", "32", "--frames", "1", "--max-aspect", "1"]
 FLAGS = [*WORLD, "--batch-size", "1", "--workers", "0", "--num-steps", str(STEPS), "--log-every", "1", "--save-every", "0"]
-WAYS = {"cpu": [], "offload": [], "offload, 8 bits": ["--teacher-dtype", "float8"]}
+WAYS = ("cpu, float32", "cpu, bfloat16", "offload, float32", "offload, bfloat16", "offload, float8")
+NUM_SLOTS = 2
 MOST_RATIO = 1.15
 
 
-def make_teacher(folder: Path, gigabytes: float) -> int:
-    """Write a pipeline with a transformer of about so many gigabytes in bfloat16; return its bytes."""
-    tiny = random_tiny_folder()
-    for part in tiny.iterdir():
+@dataclass(frozen=True)
+class Teacher:
+    """A pipeline with a large transformer of random weights."""
+
+    folder: Path
+    num_bytes: int
+    block_bytes: int
+
+
+def make_teacher(folder: Path, gigabytes: float, dtype: torch.dtype) -> Teacher:
+    """Write one that has about so many gigabytes."""
+    folder.mkdir()
+    for part in random_tiny_folder().iterdir():
         if part.name != "transformer":
             (folder / part.name).symlink_to(part)
     config = {**SIZES["tiny"].transformer, "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960}
-    empty = build_empty(TRANSFORMER, {**config, "num_layers": 1}, dtype=torch.bfloat16)
-    a_block = sum(each.numel() * 2 for each in empty.blocks[0].parameters())
-    model = build_empty(TRANSFORMER, {**config, "num_layers": round(gigabytes * GB / a_block)}, dtype=torch.bfloat16)
+    one = build_empty(TRANSFORMER, {**config, "num_layers": 1}, dtype=dtype)
+    block_bytes = sum(each.nbytes for each in one.blocks[0].parameters())
+    model = build_empty(TRANSFORMER, {**config, "num_layers": round(gigabytes * GB / block_bytes)}, dtype=dtype)
     weights = RandomWeights(model)
     for name in track(list(model.state_dict()), "Writing the teacher"):
         set_tensor(model, name, weights(name).clone())
     model.save_pretrained(folder / "transformer")
-    return sum(each.nbytes for each in model.parameters())
+    return Teacher(folder, sum(each.nbytes for each in model.parameters()), block_bytes)
 
 
 def set_size(process: psutil.Process) -> int:
@@ -65,7 +76,8 @@ def measure(teacher: Path | str, way: str, ranks: int, folder: Path) -> int:
     launch = ["--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "wandistiller", "distill", *FLAGS]
     command += ["--teacher-path", str(teacher), "--student-config", str(folder / "student.json")]
-    command += ["--teacher-device-strategy", way.split(",", maxsplit=1)[0], *WAYS[way], "--output-dir", str(folder / "run")]
+    strategy, dtype = way.split(", ")
+    command += ["--teacher-device-strategy", strategy, "--teacher-dtype", dtype, "--output-dir", str(folder / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     most = 0
     with (folder / "log").open("w") as log:
@@ -91,34 +103,33 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as place:
-        large = Path(place) / "teacher"
-        large.mkdir()
-        num_bytes = make_teacher(large, arguments.gigabytes)
-        student = dict(SIZES["tiny"].transformer)
-        for way in arguments.ways:
-            found = {}
-            for name, teacher in (("tiny", "tiny-random"), ("large", large)):
-                folder = Path(place) / f"{way}-{name}"
+    for way in arguments.ways:
+        strategy, dtype = way.split(", ")
+        found = {}
+        with tempfile.TemporaryDirectory() as place:
+            stored_as = {"float32": torch.float32}.get(dtype, torch.bfloat16)
+            teacher = make_teacher(Path(place) / "teacher", arguments.gigabytes, stored_as)
+            for name, path in (("tiny", "tiny-random"), ("large", teacher.folder)):
+                folder = Path(place) / name
                 folder.mkdir()
-                (folder / "student.json").write_text(json.dumps({**student, "num_layers": 2}))
-                found[name] = measure(teacher, way, arguments.ranks, folder)
-            stored = num_bytes * (0.52 if "8 bits" in way else 1)
-            row = {
-                "way": way,
-                "ranks": arguments.ranks,
-                "teacher_gb": num_bytes / GB,
-                "with_a_tiny_teacher_gb": found["tiny"] / GB,
-                "with_this_teacher_gb": found["large"] / GB,
-                "for_the_teacher_gb": (found["large"] - found["tiny"]) / GB,
-                "ratio": (found["large"] - found["tiny"]) / stored,
-            }
-            rows.append(row)
-            print(
-                f"{way:18} teacher of {row['teacher_gb']:.2f} GB, {arguments.ranks} ranks: {row['for_the_teacher_gb']:.2f} GB "
-                f"for it in all, {row['ratio']:.2f} times what it has (at most {MOST_RATIO} is wanted)",
-                flush=True,
-            )
+                (folder / "student.json").write_text(json.dumps({**SIZES["tiny"].transformer, "num_layers": 2}))
+                found[name] = measure(path, way, arguments.ranks, folder)
+        slots = arguments.ranks * NUM_SLOTS * teacher.block_bytes if strategy == "offload" else 0
+        row = {
+            "way": way,
+            "ranks": arguments.ranks,
+            "teacher_gb": teacher.num_bytes / GB,
+            "with_a_tiny_teacher_gb": found["tiny"] / GB,
+            "with_this_teacher_gb": found["large"] / GB,
+            "slots_gb": slots / GB,
+            "for_the_teacher_gb": (found["large"] - found["tiny"] - slots) / GB,
+        }
+        rows.append(row)
+        print(
+            f"{way:18} teacher of {row['teacher_gb']:.2f} GB, {arguments.ranks} ranks: {row['for_the_teacher_gb']:.2f} GB "
+            f"for it in all (at most {MOST_RATIO} times its size is wanted), and {row['slots_gb']:.2f} GB of slots",
+            flush=True,
+        )
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "shared-teacher.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
