@@ -3,8 +3,9 @@
 python benchmarks/shared_teacher.py --output benchmarks/results [--ranks 4] [--gigabytes 1]
 
 Real ``distill`` jobs under torchrun on the CPU, the teacher computing there or offloaded. What is measured is the proportional
-set size of all ranks together while they train: memory that n processes share counts 1/n in each. What the same job takes with
-a tiny teacher is subtracted, and so are each rank's slots, which would be on its card.
+set size of all ranks together while they train: memory that n processes share counts 1/n in each; apart, in mappings of files
+with weights and in all others. Of the others, what the same job has with a tiny teacher is subtracted, and what each rank would
+have on its card: slots, and weights that are in no block. What is left is for computing, or for copies that should not be.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,8 @@ class Teacher:
     folder: Path
     num_bytes: int
     block_bytes: int
+    rest_bytes: int
+    """In no block: embeddings and the like."""
 
 
 def make_teacher(folder: Path, gigabytes: float, dtype: torch.dtype) -> Teacher:
@@ -63,31 +67,62 @@ def make_teacher(folder: Path, gigabytes: float, dtype: torch.dtype) -> Teacher:
     for name in track(list(model.state_dict()), "Writing the teacher"):
         set_tensor(model, name, weights(name).clone())
     model.save_pretrained(folder / "transformer")
-    return Teacher(folder, sum(each.nbytes for each in model.parameters()), block_bytes)
+    num_bytes = sum(each.nbytes for each in model.parameters())
+    return Teacher(folder, num_bytes, block_bytes, num_bytes - len(model.blocks) * block_bytes)
 
 
-def set_size(process: psutil.Process) -> int:
-    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a process, or of several: in mappings of weights, and all others."""
+
+    weights: int = 0
+    others: int = 0
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.weights + other.weights, self.others + other.others)
 
 
-def measure(teacher: Path | str, way: str, ranks: int, folder: Path) -> int:
-    """Return the most that the ranks of a job have together while they train."""
+def held_by(process: psutil.Process) -> Held:
+    """Read proportional set sizes."""
+    found, is_weights = Held(), False
+    for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_weights = line.endswith((".weights", ".safetensors"))
+        elif line.startswith("Pss:"):
+            size = int(line.split()[1]) * 1024
+            found += Held(weights=size) if is_weights else Held(others=size)
+    return found
+
+
+def together(processes: list[psutil.Process]) -> Held:
+    """Return what processes have in all; they stand still meanwhile, or pages would count for one that others let go."""
+    for each in processes:
+        each.suspend()
+    try:
+        return sum((held_by(each) for each in processes), start=Held())
+    finally:
+        for each in processes:
+            each.resume()
+
+
+def measure(teacher: Path | str, way: str, ranks: int, folder: Path) -> Held:
+    """Return the most that the ranks of a job have together while they train, of either kind."""
     launch = ["--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "wandistiller", "distill", *FLAGS]
     command += ["--teacher-path", str(teacher), "--student-config", str(folder / "student.json")]
     strategy, dtype = way.split(", ")
     command += ["--teacher-device-strategy", strategy, "--teacher-dtype", dtype, "--output-dir", str(folder / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    most = 0
+    most = Held()
     with (folder / "log").open("w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         while job.poll() is None:
             # Loading is over when the first step is written down.
             if (folder / "run" / "metrics.jsonl").exists():
                 try:
-                    most = max(most, sum(set_size(each) for each in ranks_of(job)))
-                except (OSError, psutil.Error, StopIteration):  # about to end
+                    now = together(ranks_of(job))
+                    most = Held(max(most.weights, now.weights), max(most.others, now.others))
+                except (OSError, psutil.Error):  # about to end
                     continue
             time.sleep(0.1)
     if job.returncode:
@@ -114,20 +149,23 @@ def main() -> None:
                 folder.mkdir()
                 (folder / "student.json").write_text(json.dumps({**SIZES["tiny"].transformer, "num_layers": 2}))
                 found[name] = measure(path, way, arguments.ranks, folder)
-        slots = arguments.ranks * NUM_SLOTS * teacher.block_bytes if strategy == "offload" else 0
+        on_card = arguments.ranks * (NUM_SLOTS * teacher.block_bytes + teacher.rest_bytes) if strategy == "offload" else 0
         row = {
             "way": way,
             "ranks": arguments.ranks,
             "teacher_gb": teacher.num_bytes / GB,
-            "with_a_tiny_teacher_gb": found["tiny"] / GB,
-            "with_this_teacher_gb": found["large"] / GB,
-            "slots_gb": slots / GB,
-            "for_the_teacher_gb": (found["large"] - found["tiny"] - slots) / GB,
+            "weights_in_host_memory_gb": found["large"].weights / GB,
+            "on_cards_gb": on_card / GB,
+            "other_memory_gb": found["large"].others / GB,
+            "other_memory_with_a_tiny_teacher_gb": found["tiny"].others / GB,
+            "for_computing_gb": (found["large"].others - found["tiny"].others - on_card) / GB,
         }
         rows.append(row)
         print(
-            f"{way:18} teacher of {row['teacher_gb']:.2f} GB, {arguments.ranks} ranks: {row['for_the_teacher_gb']:.2f} GB "
-            f"for it in all (at most {MOST_RATIO} times its size is wanted), and {row['slots_gb']:.2f} GB of slots",
+            f"{way:18} teacher of {row['teacher_gb']:.2f} GB, {arguments.ranks} ranks: "
+            f"{row['weights_in_host_memory_gb']:.2f} GB of its weights in host memory in all (at most {MOST_RATIO} times its "
+            "size is wanted); on cards "
+            f"{row['on_cards_gb']:.2f} GB, for computing {row['for_computing_gb']:.2f} GB",
             flush=True,
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
