@@ -1,12 +1,16 @@
 """Ranks of one machine share one copy of what has to be converted; its memory is gone when they are."""
 
+import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from wandistiller.errors import UsageError
 from wandistiller.memory import shared_host
 
 RANK = """
@@ -42,7 +46,6 @@ sys.stdin.readline()
 @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs Linux's account of shared memory")
 @pytest.mark.parametrize("placement", ["cpu", "offload", "8 bits"])
 def test_two_ranks_share_one_copy(tiny_folder, tmp_path, placement):
-    import torch
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer").to(torch.bfloat16)
@@ -88,8 +91,24 @@ def test_what_a_killed_job_left_is_removed(tmp_path, monkeypatch):
     held = tmp_path / f"{shared_host._prefix()}def.weights"
     held.write_bytes(b"x")
     shared_host._hold(held)
+    unfinished = tmp_path / f"{shared_host._prefix()}ghi.partial"
+    unfinished.write_bytes(b"x")
+    unfinished.with_suffix(".lock").write_bytes(b"")
     shared_host.remove_abandoned()
     assert not left.exists()
+    assert not list(tmp_path.glob("*ghi*")), "of one that was killed while it filled, too"
     assert held.exists()
     shared_host._release()
     assert not held.exists()
+
+
+def test_too_little_shared_memory_is_said_with_its_place(tmp_path, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_host, "_folder", lambda: tmp_path)
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(UsageError, match=re.escape(f"Shared memory ({tmp_path}) has room for")) as error:
+        shared_host.share("key", {"a": (torch.Size([2**30]), torch.uint8)}, lambda name: torch.zeros(1))
+    assert "1.0 GiB are needed" in str(error.value) and "--shm-size" in str(error.value)
+    assert not list(tmp_path.glob("*.partial"))
