@@ -38,6 +38,13 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    ranks_here: int = 1
+    """On this machine."""
+
+    def cards(self, count: int) -> range:
+        """Return which of a machine's GPUs are this rank's: each has as many."""
+        share = count // self.ranks_here
+        return range(self.local_rank * share, (self.local_rank + 1) * share)
 
     @property
     def is_first(self) -> bool:
@@ -106,10 +113,11 @@ class Ranks:
 
 def read_ranks() -> Ranks:
     """Read who this process is; alone if torchrun did not start it."""
-    environment = os.environ
-    return Ranks(
-        int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")), int(environment.get("LOCAL_RANK", "0"))
-    )
+
+    def number(name: str, alone: str) -> int:
+        return int(os.environ.get(name, alone))
+
+    return Ranks(number("RANK", "0"), number("WORLD_SIZE", "1"), number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager
@@ -162,16 +170,17 @@ def make_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ..
 
 
 def rank_device(name: str, ranks: Ranks) -> str:
-    """Return the name of the device for a rank: each has a CUDA device of its own."""
+    """Return the name of the device for a rank: each has CUDA devices of its own, and works on the first of them."""
     is_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     if ranks.world_size == 1 or not is_cuda:
         return name
-    if ranks.local_rank >= torch.cuda.device_count():
+    cards = ranks.cards(torch.cuda.device_count())
+    if not cards:
         raise UsageError(
             f"There are more ranks on this machine than its {torch.cuda.device_count()} GPUs.",
             fix="Start with --nproc-per-node of that number, or use --device cpu.",
         )
-    return f"cuda:{ranks.local_rank}"
+    return f"cuda:{cards[0]}"
 
 
 def _collective_device() -> torch.device:
