@@ -142,3 +142,17 @@ def test_wrong_input(tmp_path, changes, message):
         train_vae(**{**QUICK, **changes}, output_dir=tmp_path / "run", num_steps=1)
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_damaged_media_are_found_before_the_first_step(tmp_path, capfd):
+    for number in range(3):
+        Image.effect_noise((48, 48), 50).convert("RGB").save(tmp_path / f"p{number}.png")
+        (tmp_path / f"p{number}.txt").write_text("noise")
+    broken = tmp_path / "p1.png"
+    broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
+    options = {**QUICK, "dataset_path": str(tmp_path), "batch_size": 1, "num_steps": 3}
+    with pytest.raises(UsageError, match=r"1 of 3 items(.|\n)*p1.png is not a readable picture(.|\n)*--skip-bad"):
+        train_vae(**options, output_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert train_vae(**options, output_dir=tmp_path / "run", skip_bad=True).step == 3
+    assert "Left out p1: " in capfd.readouterr().err

@@ -13,7 +13,8 @@ from diffusers import AutoencoderKLWan
 from wandistiller.checkpoint.trained import follow_model, write_model
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.buckets import Bucket, largest_bucket
-from wandistiller.data.encode import plan_buckets
+from wandistiller.data.damaged import find_damaged
+from wandistiller.data.encode import default_cache_dir, plan_buckets
 from wandistiller.data.pixel_samples import PixelSamples
 from wandistiller.data.sources import assign_buckets, open_source, refuse
 from wandistiller.distributed.parallel import Parallel
@@ -75,6 +76,7 @@ def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
     job = _prepare(config)
     monitor = Monitor([job.device], lambda failure: _find_remedies(config, failure))
     with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks:
+        _leave_out_damaged(job, ranks)
         return _train(job, ranks, monitor)
 
 
@@ -106,6 +108,20 @@ def _open(config: TrainVaeConfig, path: str, buckets: Sequence[Bucket], *, mirro
     for item in (*opened.bad, *assigned.bad):
         say(f"Left out {item}")
     return PixelSamples(opened.source, assigned.buckets, mirror=mirror)
+
+
+def _leave_out_damaged(job: _Job, ranks: Ranks) -> None:
+    """Decode everything once; raise what cannot be read, or go on without it."""
+    config = job.config
+    for path, samples in ((config.dataset_path, job.samples), (config.held_out, job.held_out)):
+        if path is None or samples is None:
+            continue
+        total, bad = len(samples), find_damaged(samples, default_cache_dir(path), ranks)
+        if bad and (not config.skip_bad or len(bad) == total):
+            raise refuse(path, total, list(bad.values()))
+        samples.leave_out(bad)
+        for item in bad.values() if ranks.is_first else ():
+            say(f"Left out {item}")
 
 
 def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
