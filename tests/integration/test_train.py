@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,6 +210,7 @@ def test_each_expert_has_its_range_of_sigma(tmp_path, two_expert_folder):
     [
         ({"model": None}, "--model is missing"),
         ({"dataset_path": "nowhere"}, "nowhere"),
+        ({"held_out": "nowhere", "cache_dir": Path("new")}, r"nowhere does not exist(.|\n)*--held-out"),
         ({"expert": "high"}, "one transformer"),
         ({"lora_rank": 4, "lora_targets": ("to_x",)}, "no such layer"),
         ({"resume": "nowhere"}, "nowhere does not exist"),
@@ -221,11 +223,13 @@ def test_each_expert_has_its_range_of_sigma(tmp_path, two_expert_folder):
         ({"placement": "balanced"}, "not for training"),
     ],
 )
-def test_wrong_input(tmp_path, changes, message):
+def test_wrong_input(tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message) as caught:
         train(**{**QUICK, **changes}, output_dir=tmp_path / "run", num_steps=1)
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "new").exists(), "nothing has been encoded"
 
 
 def test_a_folder_with_a_training_is_not_written_over(tmp_path):

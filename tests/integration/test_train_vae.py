@@ -132,6 +132,7 @@ def test_channels_last_is_the_same_training(tmp_path):
     [
         ({"model": None}, "--model is missing"),
         ({"dataset_path": "nowhere"}, "nowhere"),
+        ({"held_out": "nowhere"}, r"nowhere does not exist(.|\n)*--held-out"),
         ({"use_lpips": True}, "LPIPS"),
         ({"lpips_checkpointing": True}, "without --use-lpips"),
         ({"r1_interval": 0}, "--r1-interval 0 is out of range"),

@@ -95,13 +95,13 @@ def _prepare(config: TrainVaeConfig) -> _Job:
         parallel=parallel,
         vae=vae,
         precision=choose_precision(config, device),
-        samples=_open(config, config.dataset_path, buckets, mirror=config.mirror),
-        held_out=_open(config, config.held_out, buckets) if config.held_out else None,
+        samples=_open(config, config.dataset_path, "--dataset-path", buckets, mirror=config.mirror),
+        held_out=_open(config, config.held_out, "--held-out", buckets) if config.held_out else None,
     )
 
 
-def _open(config: TrainVaeConfig, path: str, buckets: Sequence[Bucket], *, mirror: bool = False) -> PixelSamples:
-    opened = open_source(path, skip_bad=config.skip_bad)
+def _open(config: TrainVaeConfig, path: str, flag: str, buckets: Sequence[Bucket], *, mirror: bool = False) -> PixelSamples:
+    opened = open_source(path, skip_bad=config.skip_bad, flag=flag)
     assigned = assign_buckets(opened.source, list(buckets))
     if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
         raise refuse(path, len(opened.source), assigned.bad)
