@@ -25,7 +25,9 @@ from wandistiller.data.loader import Batch, SampleReader, load_steps
 from wandistiller.distributed import watch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import TrainingError, shortened
+from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback
+from wandistiller.train.data_place import DataPlaces
 from wandistiller.train.method import Losses, Method, Turn
 from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
 from wandistiller.train.random_states import random_states, set_random_states
@@ -98,6 +100,7 @@ class Loop:
         """Those of the last step, for callbacks."""
         self._reader = reader
         self._plan = plan
+        self._places = DataPlaces(plan.plan, reader)
         self._saves = Saves(states, ranks) if states is not None else None
         self._callbacks = list(callbacks)
         self._recent: list[_Number] = []
@@ -174,6 +177,10 @@ class Loop:
         """Go on from a state."""
         self.step, self.position = state.step, state.facts["position"]
         self._saved_step = self.step
+        if "place" in state.facts:  # states of earlier versions have the position alone
+            found = self._places.find(state.facts["place"], self.position)
+            self.position = found.position
+            self._say(found.note)
         for name, role in self.method.roles.items():
             names, values = set(role.saved_names), state.part(f"roles/{name}")
             if names != values.keys():
@@ -204,7 +211,8 @@ class Loop:
 
     def _state(self, generators: list[Any]) -> TrainingState:
         tensors: dict[str, Tensor] = {}
-        facts: dict[str, Any] = {"position": self.position, "generators": generators, "optimisers": {}}
+        place = self._places.describe(self.position)
+        facts: dict[str, Any] = {"position": self.position, "place": place, "generators": generators, "optimisers": {}}
         # Optimisers first: one that works on the host may still be updating weights.
         for name, optimisation in self.optimisations.items():
             own, facts["optimisers"][name] = optimisation.state()
@@ -326,6 +334,10 @@ class Loop:
                 why=self.method.roles[number.role].advice.why,
                 fix=self.method.roles[number.role].advice.fix,
             )
+
+    def _say(self, message: str) -> None:
+        if message and self.ranks.is_first:
+            say(message)
 
     def _tell(self, event: str, *arguments: Any) -> None:
         for callback in self._callbacks:

@@ -9,7 +9,7 @@ from helpers.toy_training import Collect, ToyMethod, ToyReader, make_loop, weigh
 
 from wandistiller.checkpoint.training_state import load_state
 from wandistiller.data.loader import load_steps
-from wandistiller.errors import TrainingError
+from wandistiller.errors import TrainingError, UsageError
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.method import Advice, Role
 
@@ -211,6 +211,42 @@ def test_a_state_of_another_training_is_refused(tmp_path):
     other.method.student.model[0].bias.requires_grad_(False)
     with pytest.raises(TrainingError, match=r"another training: 0\.bias"):
         other.load(load_state(other._saves.states.newest()))
+
+
+@pytest.mark.parametrize("steps", [4, 9], ids=["first epoch", "second epoch"])
+@pytest.mark.parametrize(("batch_size", "again"), [(1, 0), (4, 0), (3, 2)])
+def test_another_batch_size_goes_on_at_the_same_sample(tmp_path, capfd, steps, batch_size, again):
+    """After eight of ten samples; batches of three have a border at six, and none is left out."""
+    straight = make_loop(steps=10)
+    straight.run()
+    order = [index for batch in straight.method.seen for index in batch]
+    make_loop(tmp_path, steps=steps).run()
+    rest = make_loop(tmp_path, steps=steps + 4, batch_size=batch_size, resume=True)
+    rest.run()
+    seen = [index for batch in rest.method.seen for index in batch]
+    assert seen[: 2 + again] == order[2 * steps - again : 2 * steps + 2]
+    said = capfd.readouterr().err
+    assert f"--batch-size was 2 and is {batch_size}: going on in epoch {1 + steps // 5} after {8 - again} of 10" in said
+    assert ("2 come again" in said) == bool(again)
+
+
+class Renamed(ToyReader):
+    def name(self, index):
+        return f"other-{index}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reader": ToyReader(12)}, "10 samples, and now there are 12"),
+        ({"reader": Renamed()}, "had other names"),
+        ({"seed": 4}, "--seed 3, and this run has --seed 4"),
+    ],
+)
+def test_other_data_are_refused(tmp_path, change, message):
+    make_loop(tmp_path, steps=2).run()
+    with pytest.raises(UsageError, match=message):
+        make_loop(tmp_path, steps=4, **change, resume=True)
 
 
 def test_clipping_limits_the_norm_of_all_gradients():
