@@ -249,6 +249,35 @@ def test_other_data_are_refused(tmp_path, change, message):
         make_loop(tmp_path, steps=4, **change, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, {"name": "adafactor"}, "--optimizer adamw, and this one has --optimizer adafactor"),
+        ({"rounding": "stochastic"}, {}, "--rounding stochastic, and this one has .*--rounding masters"),
+        ({}, {"rounding": "stochastic"}, "--rounding masters, and this one has .*--rounding stochastic"),
+    ],
+)
+def test_the_state_of_another_optimiser_is_refused(tmp_path, before, after, message):
+    dtype = torch.bfloat16 if "rounding" in {**before, **after} else torch.float32
+    make_loop(tmp_path, steps=2, method=ToyMethod(dtype=dtype), **before).run()
+    with pytest.raises(TrainingError, match=message):
+        make_loop(tmp_path, steps=4, method=ToyMethod(dtype=dtype), **after, resume=True)
+
+
+def test_an_average_that_is_asked_for_later_begins_with_the_weights_of_the_state(tmp_path, capfd):
+    first = make_loop(tmp_path, steps=2, ema=False)
+    first.run()
+    rest = make_loop(tmp_path, steps=4, resume=True)
+    assert equal(rest._callbacks[-1].average.averages, weights_of(first))
+    assert "begins with the weights of the state" in capfd.readouterr().err
+    rest.run()
+
+
+def test_loss_scaling_that_is_asked_for_later_begins_anew(tmp_path):
+    make_loop(tmp_path, steps=2).run()
+    assert make_loop(tmp_path, steps=4, precision="fp16", resume=True).run().step == 4
+
+
 def test_clipping_limits_the_norm_of_all_gradients():
     collect = Collect()
     make_loop(steps=1, batch_size=10, callbacks=[collect], clip_norm=None, rate=0.0).run()
