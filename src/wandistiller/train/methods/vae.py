@@ -187,13 +187,20 @@ class VaeTraining:
     def _at_sizes(self, pixels: Tensor) -> list[Tensor]:
         """Return the batch as it is and at each smaller size, the shorter side of which is given."""
         vae = cast(VaePass, self._vae.model).vae
-        multiple, (height, width) = vae.config["scale_factor_spatial"], pixels.shape[-2:]
+        height, width = pixels.shape[-2:]
         found = [pixels]
-        for size in self._sizes:
-            factor = size / min(height, width)
-            if factor < 1:
-                shape = tuple(max(round(side * factor / multiple), 1) * multiple for side in (height, width))
-                frames = pixels.transpose(1, 2).flatten(0, 1)
-                small = functional.interpolate(frames, shape, mode="bilinear", antialias=True)
-                found.append(small.unflatten(0, (pixels.shape[0], -1)).transpose(1, 2))
+        for shape in reduced_shapes(height, width, self._sizes, vae.config["scale_factor_spatial"]):
+            frames = pixels.transpose(1, 2).flatten(0, 1)
+            small = functional.interpolate(frames, shape, mode="bilinear", antialias=True)
+            found.append(small.unflatten(0, (pixels.shape[0], -1)).transpose(1, 2))
         return found
+
+
+def reduced_shapes(height: int, width: int, sizes: Sequence[int], multiple: int) -> list[tuple[int, int]]:
+    """Return the shapes of the given shorter sides that pictures are also trained at; only smaller ones are made."""
+    factors = [size / min(height, width) for size in sizes if size < min(height, width)]
+
+    def scaled(side: int, factor: float) -> int:
+        return max(round(side * factor / multiple), 1) * multiple
+
+    return [(scaled(height, factor), scaled(width, factor)) for factor in factors]
