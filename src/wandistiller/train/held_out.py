@@ -77,4 +77,4 @@ class MeasureHeldOut(EverySoOften):
             "text": self._samples.text(index).to(loop.device).expand(count, -1, -1),
         }
         with autocast(loop.options.precision, loop.device):
-            return self._method.held_out_errors(tensors).double().cpu()
+            return self._method.held_out_errors(tensors).cpu().double()

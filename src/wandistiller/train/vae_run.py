@@ -295,10 +295,12 @@ def measure_latents(
     count = min(count, len(samples))
     with progress("Measuring latents", count, "sample") as advance:
         for index in range(count):
-            mean, logvar = encode_distribution(vae, samples.pixels(index)[None].to(device))
+            pixels = samples.pixels(index)[None].to(device)
+            # Apple's GPUs have no float64.
+            mean, logvar = (each.cpu().double() for each in encode_distribution(vae, pixels))
             # Of a normal distribution the second moment is mean^2 + variance.
-            sums += mean.double().sum((0, 2, 3, 4)).cpu()
-            squares += (mean.double().square() + logvar.double().exp()).sum((0, 2, 3, 4)).cpu()
+            sums += mean.sum((0, 2, 3, 4))
+            squares += (mean.square() + logvar.exp()).sum((0, 2, 3, 4))
             total += mean[0, 0].numel()
             advance()
     mean_each = sums / total
