@@ -29,7 +29,7 @@ def equal(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path):
+def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path, capfd):
     run = tmp_path / "run"
     done = train(
         **QUICK,
@@ -39,6 +39,7 @@ def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path):
         validate_every=2,
         sample_every=4,
         use_ema=True,
+        judge_samples=2,
         sample_steps=2,
         cfg_scale=2.0,
     )
@@ -51,6 +52,9 @@ def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path):
     held_out = [line for line in lines if "held_out/loss" in line]
     assert [line["step"] for line in held_out] == [2, 4]
     assert done.losses["held_out/loss"] == held_out[-1]["held_out/loss"]
+    said = capfd.readouterr().err
+    assert f"Step 4, held-out data: loss {done.losses['held_out/loss']:.4f}" in said
+    assert "Step 4, held-out captions: marks " in said
     pictures = sorted((run / "samples" / "step-00000004").glob("*.png"))
     assert len(pictures) == 4
     assert all(np.asarray(Image.open(picture)).shape == (32, 32, 3) for picture in pictures)

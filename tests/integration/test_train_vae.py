@@ -25,10 +25,12 @@ def weights(folder):
     return load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
 
 
-def test_from_data_to_a_vae_that_everybody_loads(tmp_path):
+def test_from_data_to_a_vae_that_everybody_loads(tmp_path, capfd):
     done = train_vae(**QUICK, output_dir=tmp_path, num_steps=2, held_out="world-heldout:3:1x32x32", use_ema=True)
     assert done.step == 2
-    assert set(done.quality) == {"held_out/psnr", "held_out/ssim"}
+    assert set(done.quality) == {f"held_out/{name}" for name in ("psnr", "psnr_pictures", "ssim", "marks", "marks_original")}
+    assert done.quality["held_out/marks_original"] > 0.9 > done.quality["held_out/marks"]
+    assert f"Step 2, held-out data: PSNR {done.quality['held_out/psnr']:.2f} dB, SSIM" in capfd.readouterr().err
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["bytes"] > 0
     picture = np.asarray(Image.open(tmp_path / "reconstructions" / "step-00000002.png"))
     assert picture.shape == (64, 3 * 36, 3)
