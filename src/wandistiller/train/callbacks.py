@@ -63,7 +63,8 @@ class EverySoOften(Callback, ABC):
 
     def _do(self, loop: Loop) -> None:
         self._done_at = loop.step
-        self.act(loop)
+        with loop.clock.pause():
+            self.act(loop)
 
 
 class KeepAverage(Callback):

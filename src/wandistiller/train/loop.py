@@ -8,7 +8,6 @@ that gave it.
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from wandistiller.train.method import Losses, Method, Turn
 from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
 from wandistiller.train.random_states import random_states, set_random_states
 from wandistiller.train.saves import Saves
+from wandistiller.train.step_clock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +96,9 @@ class Loop:
         """Steps done."""
         self.position = 0
         """Micro-batches of all ranks taken."""
+        self.clock = StepClock(device)
+        self.seconds_per_step = 0.0
+        """Over all steps that this process took, once it has."""
         self.batches: list[Batch] = []
         """Those of the last step, for callbacks."""
         self._reader = reader
@@ -131,20 +134,23 @@ class Loop:
                 seed=self.options.seed,
                 workers=self.options.workers,
             )
-            started, since = time.perf_counter(), self.step
+            self.clock = StepClock(self.device)
+            first, since, seconds = self.step, self.step, 0.0
             while self.step < self.options.num_steps and not self._was_interrupted():
                 watch.note(f"in step {self.step + 1}, waiting for data")
                 self._take_step([batch.to(self.device) for batch in next(steps)])
                 if self.step % self.options.log_every == 0 or self.step == self.options.num_steps:
                     values = self._read_metrics()
-                    now = time.perf_counter()
-                    values["seconds_per_step"] = (now - started) / (self.step - since)
-                    started, since = now, self.step
+                    now = self.clock.seconds
+                    values["seconds_per_step"] = (now - seconds) / (self.step - since)
+                    since, seconds = self.step, now
                     self._tell("logged", values)
                 self._tell("stepped")
                 if self.options.save_every and self.step % self.options.save_every == 0:
-                    self._save(goes_on=self.step < self.options.num_steps)
+                    with self.clock.pause():
+                        self._save(goes_on=self.step < self.options.num_steps)
             self._check_losses()
+            self.seconds_per_step = self.clock.seconds / max(self.step - first, 1)
             if self._saved_step != self.step:
                 self._save(goes_on=False)
             saved = self._finish_saving()

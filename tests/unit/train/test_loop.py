@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from helpers.toy_training import Collect, ToyMethod, ToyReader, make_loop, weigh
 from wandistiller.checkpoint.training_state import load_state
 from wandistiller.data.loader import load_steps
 from wandistiller.errors import TrainingError, UsageError
-from wandistiller.train.callbacks import Callback
+from wandistiller.train import step_clock
+from wandistiller.train.callbacks import Callback, EverySoOften
 from wandistiller.train.method import Advice, Role
 
 
@@ -125,6 +127,33 @@ def test_the_metrics_are_means_over_the_samples():
     assert collect.values[0]["loss"] > 0
     assert collect.values[0]["rate"] == 0
     assert collect.values[0]["seconds_per_step"] > 0
+
+
+class Slow(EverySoOften):
+    """Takes an hour of a clock that only this moves."""
+
+    now = 0.0
+
+    def act(self, loop):
+        Slow.now += 3600.0
+
+
+class Work(ToyMethod):
+    """Takes two seconds a step of the same clock."""
+
+    def losses(self, batch):
+        Slow.now += 2.0
+        return super().losses(batch)
+
+
+def test_seconds_a_step_are_those_of_steps_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
+    collect = Collect()
+    loop = make_loop(tmp_path, steps=6, method=Work(), callbacks=[collect, Slow(2)], save_every=3, log_every=2)
+    monkeypatch.setattr(loop._saves, "save", lambda state, beside: Slow(0).act(loop))
+    loop.run()
+    assert [value["seconds_per_step"] for value in collect.values] == [2.0, 2.0, 2.0]
+    assert loop.seconds_per_step == 2.0
 
 
 @pytest.mark.parametrize("save_every", [0, 2])
