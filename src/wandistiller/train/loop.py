@@ -257,6 +257,8 @@ class Loop:
                         acting.sharding.end_backward(is_last=is_last)
             watch.note(f"in step {self.step + 1}, changing the weights of role '{turn.role}'")
             norm = optimisation.step(self.step).to(self.device)
+            if turn.finish is not None:
+                turn.finish()
             self._add(f"{turn.role}/gradient_norm", norm, 1)
             if self.options.precision != "fp16":  # in which a step whose gradients ran over is left out
                 names = tuple(name for batch in batches for name in batch.names)

@@ -13,7 +13,7 @@ from wandistiller.data.loader import load_steps
 from wandistiller.errors import TrainingError, UsageError
 from wandistiller.train import step_clock
 from wandistiller.train.callbacks import Callback, EverySoOften
-from wandistiller.train.method import Advice, Role
+from wandistiller.train.method import Advice, Role, Turn
 
 
 def equal(found, expected):
@@ -227,6 +227,17 @@ def test_a_signal_saves_first(tmp_path, number):
     rest = make_loop(tmp_path, steps=6, resume=True)
     assert rest.run().signal is None
     assert equal(weights_of(rest), weights_of(straight))
+
+
+def test_a_turn_is_finished_with_its_new_weights():
+    method, found = ToyMethod(), []
+    bias = method.student.model[0].bias
+    turn = Turn("student", method.losses, lambda: found.append(bias.detach().clone()))
+    method.turns = (turn, turn)
+    before = bias.detach().clone()
+    make_loop(steps=1, method=method, accumulation=2).run()
+    assert len(found) == 2
+    assert not torch.equal(found[0], before) and not torch.equal(found[1], found[0])
 
 
 def test_old_states_are_retired(tmp_path):
