@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,13 +185,12 @@ class Run:
         if predicted is not None:
             say(predicted.line())
             predicted.save(config.output_dir)
-        since, started = loop.step, time.perf_counter()
+        since = loop.step
         with self.monitor.phase("training", next(iter(method.roles))):
             stopped = loop.run()
         if predicted is not None and loop.step > since:
-            seconds = (time.perf_counter() - started) / (loop.step - since)
-            say(predicted.outcome(self.monitor, seconds))
-            predicted.save(config.output_dir, self.monitor, seconds)
+            say(predicted.outcome(self.monitor, loop.seconds_per_step))
+            predicted.save(config.output_dir, self.monitor, loop.seconds_per_step)
         if self.ranks.is_first and self.device.type != "cpu":
             say("Memory by phase: " + "; ".join(self.monitor.summary()))
         return stopped
