@@ -26,7 +26,7 @@ from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import TrainingError, shortened
 from wandistiller.terminal import say
-from wandistiller.train.callbacks import Callback
+from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.data_place import DataPlaces
 from wandistiller.train.method import Losses, Method, Turn
 from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
@@ -206,6 +206,10 @@ class Loop:
             optimisation.load_state(state.part(f"optimisers/{name}"), state.facts["optimisers"][name])
         for callback in self._callbacks:
             callback.load(state.part(f"callbacks/{type(callback).__name__}"))
+        if state.part(f"callbacks/{KeepAverage.__name__}") and not any(
+            isinstance(each, KeepAverage) for each in self._callbacks
+        ):
+            self._say("The state has a moving average, which this run goes on without, as --use-ema was not given")
         generators = state.facts["generators"]
         # The random numbers last, because loading may draw some. With another number of ranks each takes one that is there.
         set_random_states(generators[self.ranks.rank % len(generators)], self.device)

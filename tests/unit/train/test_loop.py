@@ -317,6 +317,26 @@ def test_an_average_that_is_asked_for_later_begins_with_the_weights_of_the_state
     rest.run()
 
 
+def test_an_average_that_is_left_away_is_said(tmp_path, capfd):
+    make_loop(tmp_path, steps=2).run()
+    make_loop(tmp_path, steps=4, ema=False, resume=True)
+    assert "as --use-ema was not given" in capfd.readouterr().err
+
+
+def test_states_of_earlier_versions_are_read(tmp_path):
+    """They have a position, but neither what it depends on nor the flags of their optimisers."""
+    straight = make_loop(steps=4)
+    straight.run()
+    make_loop(tmp_path, steps=2).run()
+    state = load_state(tmp_path / "step-00000002")
+    state.facts.pop("place")
+    state.facts["optimisers"]["student"].pop("flags")
+    rest = make_loop(steps=4)
+    rest.load(state)
+    rest.run()
+    assert equal(weights_of(rest), weights_of(straight))
+
+
 def test_loss_scaling_that_is_asked_for_later_begins_anew(tmp_path):
     make_loop(tmp_path, steps=2).run()
     assert make_loop(tmp_path, steps=4, precision="fp16", resume=True).run().step == 4
