@@ -11,6 +11,7 @@ import torch
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.cached_samples import CachedSamples, Randomness
+from wandistiller.data.encode import PATCH
 from wandistiller.data.encoded import EncodedData, encode_data
 from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.models.latents import latent_shape, num_tokens
@@ -19,9 +20,17 @@ from wandistiller.units import Bytes
 
 
 def encode_training_data(
-    config: TransformerTrainingConfig, model: str, dataset: str, cache_dir: Path | None, device: torch.device
+    config: TransformerTrainingConfig,
+    model: str,
+    dataset: str,
+    cache_dir: Path | None,
+    device: torch.device,
+    patch: int = PATCH,
 ) -> EncodedData:
-    """Fill the caches of a data set; the encoders are gone afterwards."""
+    """Fill the caches of a data set; the encoders are gone afterwards.
+
+    ``patch`` is what each side of the latents is a multiple of.
+    """
     return encode_data(
         EncodeConfig(
             model=model,
@@ -35,17 +44,20 @@ def encode_training_data(
             device=str(device),
             dtype=config.dtype,
             skip_bad=config.skip_bad,
-        )
+        ),
+        patch,
     )
 
 
-def encode_held_out(config: TransformerTrainingConfig, model: str, device: torch.device) -> EncodedData | None:
+def encode_held_out(
+    config: TransformerTrainingConfig, model: str, device: torch.device, patch: int = PATCH
+) -> EncodedData | None:
     """Fill the caches of the held-out data, where there are any."""
     if config.held_out is None:
         return None
     # In a folder of its own, as names may be the same as those of the training data.
     cache_dir = config.cache_dir / "held_out" if config.cache_dir else None
-    return encode_training_data(config, model, config.held_out, cache_dir, device)
+    return encode_training_data(config, model, config.held_out, cache_dir, device, patch)
 
 
 def folds_padding(transformer: Mapping[str, Any], data: EncodedData) -> bool:
