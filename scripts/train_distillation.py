@@ -26,7 +26,7 @@ NAMES = {
 USUAL_SAMPLE_INTERVAL = "500"
 
 OWN_FLAGS = {
-    **{name.replace("-", "_").replace("__", "--"): f"the same as {flag}" for name, flag in NAMES.items()},
+    **{"--" + name[2:].replace("-", "_"): f"the same as {flag}" for name, flag in NAMES.items()},
     "--save_samples": f"draw samples, every {USUAL_SAMPLE_INTERVAL} steps unless --sample_interval says otherwise",
     "--multi_gpu": "start torchrun with one process for each GPU of this machine",
     "--mixed_precision": "may stand without a value, for auto",

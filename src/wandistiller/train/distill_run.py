@@ -312,9 +312,9 @@ def _stretches(job: DistillJob) -> Stretches | None:
 
 def _make_adapter(job: DistillJob, questions: Questions, samples: Any, ranks: Ranks) -> ChannelAdapter | None:
     """Return the map to the student's channels, where they are others: made once, at the start of the run."""
-    if not job.has_adapter:
-        return None
     channels = job.plan.config["in_channels"]
+    if channels == job.teacher_config["in_channels"]:
+        return None
     folder = job.config.output_dir / "channel_adapter"
     if ranks.is_first and not (folder / CONFIG_NAME).is_file():
         latents = list(_some_latents(questions, samples))

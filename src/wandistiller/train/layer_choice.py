@@ -6,7 +6,6 @@ What is measured is kept in the run's folder, so that a run that is resumed has 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wandistiller.data.cache_files import fingerprint_weights
 from wandistiller.data.loader import sample_generator
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import CheckpointError, UsageError
@@ -28,7 +28,7 @@ from wandistiller.train.teacher import Teaches
 FILE = "layer_scores.json"
 _NUM_QUESTIONS = 8
 _MOST_TRIES = 1024
-_MOST_NUMBERS = 2**29
+_MOST_NUMBERS = 2**28
 """Of hidden states at a time: where clips are long, the teacher is asked about some of its blocks, then about others."""
 
 
@@ -48,14 +48,16 @@ def score_layers(
     ``low`` is the least sigma that the transformer ``stored`` is for. Samples are read as training reads them.
     """
     path = folder / FILE
-    kept = ranks.from_first(_read(path, stored.config["num_layers"]) if ranks.is_first and path.is_file() else None)
+    teacher_is = fingerprint_weights(stored.weights, stored.names)[:16]
+    kept = ranks.from_first(_read(path, teacher_is) if ranks.is_first and path.is_file() else None)
     if kept is not None:
         return list(kept)
     found = [_influences(stored, teacher, *question) for question in _questions(samples, device, low, seed)]
     scores: list[float] = ranks.from_first([sum(each) / len(found) for each in zip(*found, strict=True)])
     if ranks.is_first:
         with complete_or_absent(path) as partial:
-            partial.write_text(json.dumps({"questions": len(found), "scores": scores}, indent=1) + "\n", encoding="utf-8")
+            content = {"teacher": teacher_is, "questions": len(found), "scores": scores}
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         say("Influence of the teacher's layers: " + ", ".join(f"{layer} {score:.3f}" for layer, score in enumerate(scores)))
     return scores
 
@@ -103,11 +105,12 @@ def _embedded(stored: StoredModel, noisy: Tensor) -> Tensor:
     return embedded.flatten(2).transpose(1, 2)
 
 
-def _read(path: Path, num_layers: int) -> list[float]:
+def _read(path: Path, teacher_is: str) -> list[float]:
     try:
-        scores = [float(score) for score in json.loads(path.read_text(encoding="utf-8"))["scores"]]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        measured_of, scores = content["teacher"], [float(score) for score in content["scores"]]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read.", why=str(error), fix="Remove it; it is measured again.") from error
-    if len(scores) != num_layers or not all(map(math.isfinite, scores)):
-        raise CheckpointError(f"{path} is of another teacher.", fix="Remove it; it is measured again.")
+    if measured_of != teacher_is:
+        raise CheckpointError(f"{path} is of another teacher.", fix="Give another --output-dir, or remove it.")
     return scores
