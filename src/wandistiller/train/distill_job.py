@@ -137,8 +137,11 @@ def _check_student(job: DistillJob) -> None:
 def _check_size(job: DistillJob) -> None:
     """Raise ``UsageError`` for a size that does not divide into the patches of teacher and student."""
     config, usual = job.config, usual_size(job.vae.config)
-    spatial, temporal = job.vae.config["scale_factor_spatial"], job.vae.config["scale_factor_temporal"]
-    theirs, mine = job.teacher_config["patch_size"], job.plan.config["patch_size"]
+    spatial, theirs, mine = (
+        job.vae.config["scale_factor_spatial"],
+        job.teacher_config["patch_size"],
+        job.plan.config["patch_size"],
+    )
     multiple = spatial * job.patch
     for flag, pixels in (("--width", config.width or usual.width), ("--height", config.height or usual.height)):
         if pixels % multiple:
@@ -149,20 +152,25 @@ def _check_size(job: DistillJob) -> None:
                 f"{spatial} pixels: it must be a multiple of {multiple}.",
                 fix=f"Take {flag} {above}{f' or {below}' if below else ''}, or another patch_size for the student.",
             )
-    frames = config.frames or (1 if job.prompts is not None else usual.frames,)
-    buckets = plan_buckets(job.vae.config, config.width, config.height, frames, config.max_aspect, job.patch)
-    counts = {bucket.frames for bucket in buckets}
-    together = math.lcm(theirs[0], mine[0])
-    if together > 1 and config.dataset_path is not None:  # its pictures have one frame, whatever is asked for
-        assigned = assign_buckets(open_source(config.dataset_path, skip_bad=True).source, buckets)
-        counts = {bucket.frames for bucket in assigned.buckets if bucket is not None}
-    for count in sorted(counts):
+    together, temporal = math.lcm(theirs[0], mine[0]), job.vae.config["scale_factor_temporal"]
+    for count in _frame_counts(job, reads_data=together > 1):
         latent_frames = (count - 1) // temporal + 1
         if latent_frames % together:
             raise UsageError(
                 f"Samples of {count} frames have {latent_frames} in the latents, not a multiple of a patch's {together}.",
                 fix=f"Take --frames {(together - 1) * temporal + 1} and no pictures, or a patch_size that begins with 1.",
             )
+
+
+def _frame_counts(job: DistillJob, *, reads_data: bool) -> list[int]:
+    """Return the frames of samples: those asked for, or if ``reads_data`` those that a data set has, pictures among them."""
+    config = job.config
+    frames = config.frames or (1 if job.prompts is not None else usual_size(job.vae.config).frames,)
+    buckets = plan_buckets(job.vae.config, config.width, config.height, frames, config.max_aspect, job.patch)
+    if not reads_data or config.dataset_path is None:
+        return sorted({bucket.frames for bucket in buckets})
+    assigned = assign_buckets(open_source(config.dataset_path, skip_bad=True).source, buckets)
+    return sorted({bucket.frames for bucket in assigned.buckets if bucket is not None})
 
 
 def _sides(patch: Sequence[int]) -> str:
