@@ -100,8 +100,10 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     if config.is_stored:
         with monitor.phase("asking the teacher", "teacher"):
             samples = ask_once(job, questions, teacher, ranks)
-    with monitor.phase("scoring layers", "teacher"):
-        scores = _score_layers(job, samples, teacher, ranks)
+    scores = None
+    if config.layer_choice == "importance":
+        with monitor.phase("scoring layers", "teacher"):
+            scores = _score_layers(job, samples, teacher, ranks)
     if config.is_stored and teacher is not None:
         teacher.release()
     adapter = _make_adapter(job, questions, samples, ranks)
@@ -208,13 +210,11 @@ def _objectives(config: DistillConfig) -> Objectives:
     )
 
 
-def _score_layers(job: DistillJob, samples: Any, teacher: Teaches | None, ranks: Ranks) -> Sequence[float] | None:
-    """Return the scores of the layers of the transformer that the student starts from, where they are asked for."""
+def _score_layers(job: DistillJob, samples: Any, teacher: Teaches | None, ranks: Ranks) -> Sequence[float]:
+    """Return the scores of the layers of the transformer that the student starts from: of two experts the first."""
     config = job.config
-    if config.layer_choice == "spread":
-        return None
     assert teacher is not None
-    low = job.pipeline.boundary or 0.0 if len(job.teachers) == 2 else 0.0
+    low = (job.pipeline.boundary or 0.0) if len(job.teachers) == 2 else 0.0
     return score_layers(
         config.output_dir, job.teachers[0], teacher, samples, ranks, device=job.device, low=low, seed=config.seed
     )
