@@ -380,7 +380,8 @@ def test_sizes_that_are_not_given_are_the_models_own(pipeline, tmp_path):
 
 def test_where_caches_are_by_default(data, own_cache):
     assert default_cache_dir(str(data)) == data / ".cache"
-    assert default_cache_dir(str(data / "list.jsonl")) == data / ".cache"
+    lists = [default_cache_dir(str(data / name)) for name in ("list.jsonl", "other.jsonl")]
+    assert lists == [data / ".cache" / ".list.jsonl", data / ".cache" / ".other.jsonl"], "other captions of the same media"
     assert default_cache_dir("world:5:1x32x32") == own_cache / "wandistiller" / "data" / "world-5-1x32x32"
 
 

@@ -123,12 +123,15 @@ def fill_caches(job: EncodeJob) -> Encoded:
 
 
 def default_cache_dir(dataset_path: str) -> Path:
-    """Return where caches are unless the user says otherwise: ``.cache`` in the data set's folder."""
+    """Return where caches are unless the user says otherwise: ``.cache`` in the data set's folder.
+
+    A list file has a folder of its own in there, because other lists may name the same media with other captions.
+    """
     place = Path(dataset_path).expanduser()
     if is_world(dataset_path):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "wandistiller" / "data" / re.sub(r"[^\w.-]", "-", dataset_path)
-    return (place if place.is_dir() else place.parent) / ".cache"
+    return place / ".cache" if place.is_dir() else place.parent / ".cache" / f".{place.name}"
 
 
 def plan_buckets(
@@ -154,8 +157,11 @@ def plan_buckets(
     )
 
 
-def prepare_encoding(config: EncodeConfig, patch: int = PATCH) -> EncodeJob:
-    """Find and check every part without loading any; ``patch`` is what each side of the latents is a multiple of."""
+def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path", patch: int = PATCH) -> EncodeJob:
+    """Find and check every part without loading any.
+
+    ``flag`` is what the user gave the data set with, ``patch`` what each side of the latents is a multiple of.
+    """
     config.check()
     assert config.model is not None and config.dataset_path is not None  # check() has made sure
     device = find_device(rank_device(config.device, read_ranks()))
@@ -167,7 +173,7 @@ def prepare_encoding(config: EncodeConfig, patch: int = PATCH) -> EncodeJob:
     encoder = fingerprint_text_encoder(pipeline.part("text_encoder"), pipeline.part("tokenizer"))
     buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect, patch)
     folder = config.cache_dir or default_cache_dir(config.dataset_path)
-    opened = open_source(config.dataset_path, skip_bad=config.skip_bad)
+    opened = open_source(config.dataset_path, skip_bad=config.skip_bad, flag=flag)
     assigned = assign_buckets(opened.source, buckets)
     if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
         raise refuse(config.dataset_path, len(opened.source), assigned.bad)

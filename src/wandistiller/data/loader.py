@@ -51,11 +51,16 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device; the copy does not stop the host."""
-        if device.type == "cuda":
-            moved = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in self.tensors.items()}
-        else:
-            moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        moved = {name: _moved(tensor, device) for name, tensor in self.tensors.items()}
         return Batch(moved, self.names, self.position, self.epoch)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "mps" and tensor.dtype == torch.float64:
+        return tensor  # Apple's GPUs have none; what is so exact is drawn from, not computed with
+    return tensor.to(device)
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:

@@ -27,6 +27,7 @@ from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.estimates import Phase, margin
 from wandistiller.memory.experts import Experts
 from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placement
 from wandistiller.memory.shared_host import ranks_here
@@ -136,6 +137,14 @@ def _settle(job: DistillJob) -> DistillJob:
     return replace(job, parallel=settle_parallel(job.config, job.device, work))
 
 
+def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int] | None:
+    """Return what a rank's own GPUs and its share of the host have free, where a machine has several ranks."""
+    if device.type != "cuda" or ranks.ranks_here == 1:
+        return None
+    free: dict[int | str, int] = {card: torch.cuda.mem_get_info(card)[0] for card in ranks.cards(torch.cuda.device_count())}
+    return {**free, "cpu": available_host_memory() // ranks.ranks_here}
+
+
 def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teaches | None:
     """Return who answers; nothing is loaded before the first question."""
     config = job.config
@@ -153,6 +162,7 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
             resident=parse_resident(config.teacher_resident, "--teacher-resident"),
             eight_bit=config.teacher_dtype == "float8",
             device_map=config.teacher_device_map,
+            max_memory=_own_cards(job.device, ranks) if name in ("balanced", "sequential") else None,
             headroom=_student_room(job, questions) if name == "auto" and job.device.type == "cuda" else None,
         )
     size = config.teacher_context_parallel

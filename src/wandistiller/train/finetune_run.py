@@ -16,7 +16,7 @@ from wandistiller.config.placement import parse_resident
 from wandistiller.config.train import TrainConfig
 from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.cached_samples import CachedSamples, Randomness
-from wandistiller.data.encoded import EncodedData
+from wandistiller.data.encoded import EncodedData, encode_data
 from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.pieces import gather_to_host, local
 from wandistiller.distributed.ranks import Ranks, joined, read_ranks
@@ -49,12 +49,13 @@ from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises, travels_in
+from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.studio import Studio
-from wandistiller.train.transformer_data import encode_held_out, encode_training_data, folds_padding, open_samples
+from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data, prepare_held_out
 from wandistiller.units import Bytes
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
@@ -112,8 +113,11 @@ def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     config = job.config
     assert config.model is not None and config.dataset_path is not None
     monitor = Monitor([job.device], lambda failure: find_remedies(as_settled(config, job.parallel), _shapes(job), failure))
-    data = encode_training_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
-    held_out = encode_held_out(config, config.model, job.device)
+    # Both are looked at before either is encoded.
+    training = prepare_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
+    validation = prepare_held_out(config, config.model, job.device)
+    data = encode_data(training)
+    held_out = None if validation is None else encode_data(validation)
     with monitor.phase("loading", "student"):
         student = _make_student(job, ranks, ends, folds=folds_padding(job.transformer.config, data))
     return _train(job, ranks, monitor, student, data, held_out, ends)
@@ -124,6 +128,7 @@ def _prepare(config: TrainConfig) -> _Job:
     assert config.model is not None
     device = prepare_device(config)
     parallel = prepare_parallel(config)
+    check_optimiser(config.optimizer_name)
     if read_ranks().world_size > 1 and config.placement == "offload" and not config.lora_rank:
         raise UsageError(
             "Ranks that train together cannot each offload all weights.",

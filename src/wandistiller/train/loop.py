@@ -8,7 +8,6 @@ that gave it.
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,17 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from wandistiller import doing
 from wandistiller.checkpoint.training_state import TrainingState, TrainingStates
 from wandistiller.data.batches import StepPlan
 from wandistiller.data.loader import Batch, SampleReader, load_steps
-from wandistiller.distributed import watch
+from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import TrainingError, shortened
+from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback
+from wandistiller.train.data_place import DataPlaces
 from wandistiller.train.method import Losses, Method, Turn
 from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
 from wandistiller.train.random_states import random_states, set_random_states
 from wandistiller.train.saves import Saves
+from wandistiller.train.step_clock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +97,14 @@ class Loop:
         """Steps done."""
         self.position = 0
         """Micro-batches of all ranks taken."""
+        self.clock = StepClock(device)
+        self.seconds_per_step = 0.0
+        """Over all steps that this process took, once it has."""
         self.batches: list[Batch] = []
         """Those of the last step, for callbacks."""
         self._reader = reader
         self._plan = plan
+        self._places = DataPlaces(plan.plan, reader)
         self._saves = Saves(states, ranks) if states is not None else None
         self._callbacks = list(callbacks)
         self._recent: list[_Number] = []
@@ -128,25 +135,32 @@ class Loop:
                 seed=self.options.seed,
                 workers=self.options.workers,
             )
-            started, since = time.perf_counter(), self.step
+            self.clock = StepClock(self.device)
+            first, since, seconds = self.step, self.step, 0.0
             while self.step < self.options.num_steps and not self._was_interrupted():
-                watch.note(f"in step {self.step + 1}, waiting for data")
+                doing.note(f"in step {self.step + 1}, waiting for data")
                 self._take_step([batch.to(self.device) for batch in next(steps)])
                 if self.step % self.options.log_every == 0 or self.step == self.options.num_steps:
                     values = self._read_metrics()
-                    now = time.perf_counter()
-                    values["seconds_per_step"] = (now - started) / (self.step - since)
-                    started, since = now, self.step
+                    now = self.clock.seconds
+                    values["seconds_per_step"] = (now - seconds) / (self.step - since)
+                    since, seconds = self.step, now
                     self._tell("logged", values)
                 self._tell("stepped")
                 if self.options.save_every and self.step % self.options.save_every == 0:
-                    self._save(goes_on=self.step < self.options.num_steps)
+                    with self.clock.pause():
+                        self._save(goes_on=self.step < self.options.num_steps)
             self._check_losses()
+            self.seconds_per_step = self.clock.seconds / max(self.step - first, 1)
             if self._saved_step != self.step:
                 self._save(goes_on=False)
             saved = self._finish_saving()
             self._tell("ended")
         return Stopped(self.step, self._signal, saved)
+
+    def _note_doing(self, what: str) -> None:
+        """Say what begins in this step; on a card the host may come to wait for other ranks in any of it."""
+        doing.note(f"in step {self.step + 1}, {what}", waits_for_ranks=True)
 
     def _was_interrupted(self) -> bool:
         """Say whether a signal has reached some rank; all of them then end alike, whoever got it."""
@@ -159,7 +173,7 @@ class Loop:
         self._check_losses()
         self._saved_step = self.step
         if self._saves is not None:
-            watch.note(f"after step {self.step}, saving")
+            doing.note(f"after step {self.step}, saving")
             self._finish_saving()
             self._saves.save(self._state(self.ranks.gather(random_states(self.device))), beside=goes_on)
 
@@ -174,6 +188,10 @@ class Loop:
         """Go on from a state."""
         self.step, self.position = state.step, state.facts["position"]
         self._saved_step = self.step
+        if "place" in state.facts:  # states of earlier versions have the position alone
+            found = self._places.find(state.facts["place"], self.position)
+            self.position = found.position
+            self._say(found.note)
         for name, role in self.method.roles.items():
             names, values = set(role.saved_names), state.part(f"roles/{name}")
             if names != values.keys():
@@ -204,7 +222,8 @@ class Loop:
 
     def _state(self, generators: list[Any]) -> TrainingState:
         tensors: dict[str, Tensor] = {}
-        facts: dict[str, Any] = {"position": self.position, "generators": generators, "optimisers": {}}
+        place = self._places.describe(self.position)
+        facts: dict[str, Any] = {"position": self.position, "place": place, "generators": generators, "optimisers": {}}
         # Optimisers first: one that works on the host may still be updating weights.
         for name, optimisation in self.optimisations.items():
             own, facts["optimisers"][name] = optimisation.state()
@@ -229,7 +248,7 @@ class Loop:
                     sharding.begin_losses()
                 with self._synchronising(turn, is_last=is_last):
                     # Weights in 16 bits must not outlive the block that they were brought together for.
-                    watch.note(f"in step {self.step + 1}, computing the losses of role '{turn.role}'")
+                    self._note_doing(f"computing the losses of role '{turn.role}'")
                     with autocast(self.options.precision, self.device, caches=not shardings):
                         losses = turn.losses(batch)
                     self._note(turn, batch, losses)
@@ -237,12 +256,14 @@ class Loop:
                     share = batch.num_samples / total * self.ranks.world_size
                     if acting.sharding is not None:
                         acting.sharding.begin_backward(is_last=is_last, uses_all=acting.uses_all)
-                    watch.note(f"in step {self.step + 1}, computing and exchanging gradients of role '{turn.role}'")
+                    self._note_doing(f"computing and exchanging gradients of role '{turn.role}'")
                     optimisation.backward(losses.total * share, is_last=is_last)
                     if acting.sharding is not None:
                         acting.sharding.end_backward(is_last=is_last)
-            watch.note(f"in step {self.step + 1}, changing the weights of role '{turn.role}'")
+            self._note_doing(f"changing the weights of role '{turn.role}'")
             norm = optimisation.step(self.step).to(self.device)
+            if turn.finish is not None:
+                turn.finish()
             self._add(f"{turn.role}/gradient_norm", norm, 1)
             if self.options.precision != "fp16":  # in which a step whose gradients ran over is left out
                 names = tuple(name for batch in batches for name in batch.names)
@@ -327,19 +348,28 @@ class Loop:
                 fix=self.method.roles[number.role].advice.fix,
             )
 
+    def _say(self, message: str) -> None:
+        if message and self.ranks.is_first:
+            say(message)
+
     def _tell(self, event: str, *arguments: Any) -> None:
         for callback in self._callbacks:
-            with watch.noted(f"after step {self.step}, in {type(callback).__name__}"):
+            with doing.noted(f"after step {self.step}, in {type(callback).__name__}"):
                 getattr(callback, event)(self, *arguments)
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
-        """Note the first signal; a second one of the same kind acts as ever."""
+        """Note the first signal. A second Ctrl-C acts as ever; a second SIGTERM does nothing.
+
+        What stops a job sends it to every process, and torchrun sends it on to its ranks: they get it twice. The same holds
+        for Ctrl-C under torchrun.
+        """
         before: dict[int, Any] = {}
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signal = number
-            signal.signal(number, before[number])
+            if number == signal.SIGINT and not is_rank():
+                signal.signal(number, before[number])
 
         try:
             for each in (signal.SIGINT, signal.SIGTERM):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +39,9 @@ from wandistiller.train.optimisation import MixedPrecision, OptimiserOptions, Op
 def prepare_device(config: TrainingConfig) -> torch.device:
     """Find the device of this process and check that a run of this configuration can be; nothing is loaded."""
     check_can_write(config.output_dir / "x")
-    find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep))
     ranks = read_ranks()
+    if ranks.world_size == ranks.ranks_here:  # several machines have to ask each other first whether this is a restart
+        find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep), num_restarts())
     if config.distributed and not is_rank():
         raise UsageError("--distributed was given, but torchrun did not start this.", fix="Start it with torchrun.")
     device = find_device(rank_device(config.device, ranks))
@@ -187,25 +187,25 @@ class Run:
         if predicted is not None:
             say(predicted.line())
             predicted.save(config.output_dir)
-        since, started = loop.step, time.perf_counter()
+        since = loop.step
         with self.monitor.phase("training", next(iter(method.roles))):
             stopped = loop.run()
         if predicted is not None and loop.step > since:
-            seconds = (time.perf_counter() - started) / (loop.step - since)
-            say(predicted.outcome(self.monitor, seconds))
-            predicted.save(config.output_dir, self.monitor, seconds)
+            say(predicted.outcome(self.monitor, loop.seconds_per_step))
+            predicted.save(config.output_dir, self.monitor, loop.seconds_per_step)
         if self.ranks.is_first and self.device.type != "cpu":
             say("Memory by phase: " + "; ".join(self.monitor.summary()))
         return stopped
 
 
-def find_state(resume: str | None, states: TrainingStates) -> Path | None:
+def find_state(resume: str | None, states: TrainingStates, restarts: int = 0) -> Path | None:
     """Return the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder.
 
-    Raises where there is none of that name, or where a new run would go on in the folder of an old one.
+    ``restarts`` is how often torchrun has started the job again. Raises where there is no state of that name, or where a new
+    run would go on in the folder of an old one.
     """
     newest = states.newest()
-    if num_restarts():
+    if restarts:
         resume = "auto"  # torchrun has started this again: what was asked for has been done already
     if resume is None:
         if newest is not None:
@@ -229,9 +229,10 @@ def find_state(resume: str | None, states: TrainingStates) -> Path | None:
 
 def resume_run(resume: str | None, loop: Loop, states: TrainingStates) -> None:
     """Load the state to go on from, where there is one."""
-    path = find_state(resume, states)
+    restarts = loop.ranks.largest(num_restarts())  # machines count differently
+    path = find_state(resume, states, restarts)
     if path is None:
-        if resume is not None or num_restarts():
+        if resume is not None or restarts:
             say(f"There is no state in {states.folder} yet; starting from the beginning")
         return
     loop.load(load_state(path, loop.like))

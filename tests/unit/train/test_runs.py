@@ -33,6 +33,7 @@ def test_the_state_to_go_on_from(tmp_path):
     assert find_state(None, empty) is None and find_state("auto", empty) is None
     assert find_state("auto", states) == tmp_path / "states" / "step-00000002"
     assert find_state(str(tmp_path / "states" / "step-00000001"), empty) == tmp_path / "states" / "step-00000001"
+    assert find_state(None, states, restarts=1) == tmp_path / "states" / "step-00000002"
     with pytest.raises(UsageError, match="is newer than"):
         find_state(str(tmp_path / "states" / "step-00000001"), states)
     (tmp_path / "half").mkdir()
