@@ -100,6 +100,8 @@ class TransformerTrainingConfig(TrainingConfig):
 
     def check(self) -> None:
         super().check()
+        if (self.width is None) != (self.height is None):
+            raise UsageError("--width and --height go together.", fix="Give both, or neither.")
         if self.gradient_checkpointing and self.activation_policy == "selective":
             raise UsageError("--gradient-checkpointing is another policy than selective.", fix="Leave one of them away.")
         if self.use_8bit_adam and self.optimizer == "adafactor":

@@ -135,22 +135,33 @@ def default_cache_dir(dataset_path: str) -> Path:
 
 
 def plan_buckets(
-    vae_config: Mapping[str, Any], width: int | None, height: int | None, frames: Sequence[int], max_aspect: float
+    vae_config: Mapping[str, Any],
+    width: int | None,
+    height: int | None,
+    frames: Sequence[int],
+    max_aspect: float,
+    patch: int = PATCH,
 ) -> list[Bucket]:
-    """Return the buckets for a VAE; what is not given is what models with such a VAE are usually sampled at."""
+    """Return the buckets for a VAE; what is not given is what models with such a VAE are usually sampled at.
+
+    ``patch`` is what each side of the latents is a multiple of.
+    """
     usual = usual_size(vae_config)
     return make_buckets(
         width or usual.width,
         height or usual.height,
         frame_counts=frames or (usual.frames,),
-        multiple=vae_config["scale_factor_spatial"] * PATCH,
+        multiple=vae_config["scale_factor_spatial"] * patch,
         temporal=vae_config["scale_factor_temporal"],
         max_aspect=max_aspect,
     )
 
 
-def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path") -> EncodeJob:
-    """Find and check every part without loading any; ``flag`` is what the user gave the data set with."""
+def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path", patch: int = PATCH) -> EncodeJob:
+    """Find and check every part without loading any.
+
+    ``flag`` is what the user gave the data set with, ``patch`` what each side of the latents is a multiple of.
+    """
     config.check()
     assert config.model is not None and config.dataset_path is not None  # check() has made sure
     device = find_device(rank_device(config.device, read_ranks()))
@@ -160,7 +171,7 @@ def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path") -> Enco
     pipeline = find_pipeline(config.model, parts)
     vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
     encoder = fingerprint_text_encoder(pipeline.part("text_encoder"), pipeline.part("tokenizer"))
-    buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect)
+    buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect, patch)
     folder = config.cache_dir or default_cache_dir(config.dataset_path)
     opened = open_source(config.dataset_path, skip_bad=config.skip_bad, flag=flag)
     assigned = assign_buckets(opened.source, buckets)

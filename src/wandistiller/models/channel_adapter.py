@@ -21,8 +21,9 @@ from torch import Tensor
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.files import complete_or_absent
 
-WEIGHTS_NAME = "channel_adapter.safetensors"
-CONFIG_NAME = "channel_adapter.json"
+ADAPTER_NAME = "channel_adapter"
+WEIGHTS_NAME = f"{ADAPTER_NAME}.safetensors"
+CONFIG_NAME = f"{ADAPTER_NAME}.json"
 
 _TOLERANCE = 1e-4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +46,7 @@ from wandistiller.train.forecast import hardware_of
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.health import WatchHealth
 from wandistiller.train.held_out import MeasureHeldOut
+from wandistiller.train.layer_choice import score_layers
 from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
@@ -93,21 +94,26 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     monitor = Monitor([job.device], lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure))
     questions = open_questions(job)
     assert config.teacher_path is not None
-    held_out = encode_held_out(config, config.teacher_path, job.device)
+    held_out = encode_held_out(config, config.teacher_path, job.device, job.patch)
     with monitor.phase("loading", "teacher"):
         teacher = _make_teacher(job, questions, ranks)
     samples: Any = questions.samples
     if config.is_stored:
         with monitor.phase("asking the teacher", "teacher"):
             samples = ask_once(job, questions, teacher, ranks)
-        if teacher is not None:
-            teacher.release()
+    scores = None
+    if config.layer_choice == "importance":
+        with monitor.phase("scoring layers", "teacher"):
+            scores = _score_layers(job, samples, teacher, ranks)
+    if config.is_stored and teacher is not None:
+        teacher.release()
     adapter = _make_adapter(job, questions, samples, ranks)
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,
             job.teachers[0],
             adapter=adapter,
+            layer_scores=scores,
             init=config.student_init,
             allow_low_coverage=config.allow_low_coverage,
             seed=config.seed,
@@ -214,6 +220,16 @@ def _objectives(config: DistillConfig) -> Objectives:
     )
 
 
+def _score_layers(job: DistillJob, samples: Any, teacher: Teaches | None, ranks: Ranks) -> Sequence[float]:
+    """Return the scores of the layers of the transformer that the student starts from: of two experts the first."""
+    config = job.config
+    assert teacher is not None
+    low = (job.pipeline.boundary or 0.0) if len(job.teachers) == 2 else 0.0
+    return score_layers(
+        config.output_dir, job.teachers[0], teacher, samples, ranks, device=job.device, low=low, seed=config.seed
+    )
+
+
 def _train(
     job: DistillJob,
     ranks: Ranks,
@@ -271,6 +287,8 @@ def _train(
     callbacks += looks
     options = run.optimiser_options(name=config.optimizer_name, betas=(config.beta1, config.beta2))
     optimisation = Optimisation(role.trained_parameters, options, job.precision, job.device, keeps_gradients=config.cuda_graphs)
+    if ranks.is_first:
+        student.save_facts(config.output_dir / "student.json", job.plan)
     about = _describe(job, run, student)
     foresee = _foresee(job, samples, teacher) if run.can_be_foreseen else None
     optimisations = {role.name: optimisation}
@@ -343,7 +361,7 @@ def _describe(job: DistillJob, run: Run, student: Student) -> list[str]:
     count = sum(parameter.numel() for parameter in student.model.parameters())
     whole = job.teachers[0].num_parameters
     return [
-        *student.notes,
+        student.note,
         f"Distilling {whole / 1e6:.1f} M parameters into {count / 1e6:.1f} M ({count / whole:.0%}) for {run.num_steps} steps "
         f"of {run.samples_per_step} samples, {run.num_epochs:.1f} epochs",
     ]
@@ -355,7 +373,8 @@ def _write_result(
     target = job.config.output_dir / "model"
     with in_use(average):
         if ranks.is_first:
-            write_student_pipeline(target, job.pipeline, lambda path: write_model(path, student.model), adapter)
+            limit = job.plan.text_max_length
+            write_student_pipeline(target, job.pipeline, lambda path: write_model(path, student.model), adapter, limit)
         else:
             follow_model(student.model)
     if ranks.is_first:

@@ -35,7 +35,7 @@ from wandistiller.memory.works import Training
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
-from wandistiller.models.pipeline import Pipeline, find_pipeline
+from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint, stays_in_float32
 from wandistiller.models.text_padding import fold_padding
@@ -135,9 +135,7 @@ def _prepare(config: TrainConfig) -> _Job:
             why="gradients leave for the host before ranks could exchange them.",
             fix="Train adapters with --lora-rank, cut the weights into slices with --parallel fsdp, or start without torchrun.",
         )
-    pipeline = find_pipeline(config.model, _PARTS)
-    if not (pipeline.folder / "model_index.json").is_file():
-        raise UsageError(f"{config.model} is not a diffusers pipeline.", fix="Convert it first with wandistiller export.")
+    pipeline = find_diffusers_pipeline(config.model, _PARTS)
     part, low, high = _expert(config, pipeline)
     transformer = inspect_checkpoint(config.ckpt_path or pipeline.part(part), TRANSFORMER)
     if transformer.config["in_channels"] != transformer.config["out_channels"]:

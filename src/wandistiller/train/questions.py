@@ -47,7 +47,7 @@ def open_questions(job: DistillJob) -> Questions:
     config = job.config
     if job.prompts is None:
         assert config.teacher_path is not None and config.dataset_path is not None
-        data = encode_training_data(config, config.teacher_path, config.dataset_path, config.cache_dir, job.device)
+        data = encode_training_data(config, config.teacher_path, config.dataset_path, config.cache_dir, job.device, job.patch)
         folds = folds_padding(job.teacher_config, data)
         samples = open_data(job, data, folds)
         samples.preload()
@@ -93,9 +93,8 @@ def _prompt_bucket(job: DistillJob) -> Bucket:
     config, usual = job.config, usual_size(job.vae.config)
     height, width = config.height or usual.height, config.width or usual.width
     frames = config.frames[0] if config.frames else 1
-    patch = job.teacher_config["patch_size"]
     spatial, temporal = job.vae.config["scale_factor_spatial"], job.vae.config["scale_factor_temporal"]
-    sizes = {"multiple": spatial * patch[-1], "temporal": temporal, "max_aspect": 1.0}
+    sizes = {"multiple": spatial * job.patch, "temporal": temporal, "max_aspect": 1.0}
     buckets = make_buckets(width, height, frame_counts=(frames,), **sizes)
     return next(bucket for bucket in buckets if bucket.frames == frames)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wandistiller.checkpoint.training_state import TrainingStates, load_state
+from wandistiller.checkpoint.training_state import TrainingStates, check_state, load_state
 from wandistiller.config.toml_file import write_config
 from wandistiller.config.training import TrainingConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
@@ -40,6 +40,8 @@ def prepare_device(config: TrainingConfig) -> torch.device:
     """Find the device of this process and check that a run of this configuration can be; nothing is loaded."""
     check_can_write(config.output_dir / "x")
     ranks = read_ranks()
+    if ranks.world_size == ranks.ranks_here:  # several machines have to ask each other first whether this is a restart
+        find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep), num_restarts())
     if config.distributed and not is_rank():
         raise UsageError("--distributed was given, but torchrun did not start this.", fix="Start it with torchrun.")
     device = find_device(rank_device(config.device, ranks))
@@ -175,7 +177,7 @@ class Run:
                 ShowProgress(self.monitor.line),
             ],
         )
-        resume_run(config.resume, loop, states, config.output_dir)
+        resume_run(config.resume, loop, states)
         if self.ranks.is_first:
             config.output_dir.mkdir(parents=True, exist_ok=True)
             write_config(config.output_dir / "run.toml", config, config.command)
@@ -196,28 +198,43 @@ class Run:
         return stopped
 
 
-def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:
-    """Load the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder."""
+def find_state(resume: str | None, states: TrainingStates, restarts: int = 0) -> Path | None:
+    """Return the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder.
+
+    ``restarts`` is how often torchrun has started the job again. Raises where there is no state of that name, or where a new
+    run would go on in the folder of an old one.
+    """
     newest = states.newest()
-    if loop.ranks.largest(num_restarts()):  # machines count differently
+    if restarts:
         resume = "auto"  # torchrun has started this again: what was asked for has been done already
     if resume is None:
         if newest is not None:
             raise UsageError(
-                f"{output_dir} holds a training already, up to {newest.name}.",
+                f"{states.folder.parent} holds a training already, up to {newest.name}.",
                 fix="Go on with it with --resume auto, or give another --output-dir.",
             )
-        return
-    path = newest if resume == "auto" else Path(resume)
-    if path is None:
-        say(f"There is no state in {states.folder} yet; starting from the beginning")
-        return
+        return None
+    if resume == "auto":
+        return newest
+    path = Path(resume)
+    check_state(path)
     if newest is not None and path.resolve() != newest.resolve() and path.resolve().parent == newest.resolve().parent:
         raise UsageError(
             f"{newest} is newer than {path}.",
             why="going on from the older one would leave two histories in one folder.",
             fix=f"Copy {path.name} and give another --output-dir, or move the newer ones away.",
         )
+    return path
+
+
+def resume_run(resume: str | None, loop: Loop, states: TrainingStates) -> None:
+    """Load the state to go on from, where there is one."""
+    restarts = loop.ranks.largest(num_restarts())  # machines count differently
+    path = find_state(resume, states, restarts)
+    if path is None:
+        if resume is not None or restarts:
+            say(f"There is no state in {states.folder} yet; starting from the beginning")
+        return
     loop.load(load_state(path, loop.like))
     if loop.ranks.is_first:
         say(f"Going on from {path}, step {loop.step}")
