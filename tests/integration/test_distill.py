@@ -111,6 +111,20 @@ def test_stored_answers_are_asked_for_once(tmp_path, two_layers, monkeypatch):
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+def test_stored_answers_and_real_latents_add_up(tmp_path, two_layers):
+    """The losses of a step with both are those of a step with each, on the same draws."""
+    both = {**QUICK, **DATASET, "student_config": two_layers, "cache_teacher": True, "teacher_draws": 1, "num_steps": 1}
+    distill(**both, output_dir=tmp_path / "both", data_weight=0.5)
+    line = json.loads((tmp_path / "both" / "metrics.jsonl").read_text().splitlines()[0])
+    assert line["loss"] == pytest.approx(line["output_loss"] + 0.5 * line["data_loss"], rel=1e-5)
+    distill(**both, output_dir=tmp_path / "output")
+    assert line["output_loss"] == pytest.approx(losses(tmp_path / "output")[0], rel=1e-6)
+    # Where nothing is stored the first epoch draws what draw 0 is: noise and sigma of (seed, 0, sample).
+    live = {**both, "cache_teacher": False, "output_weight": 0.0, "data_weight": 1.0}
+    distill(**live, output_dir=tmp_path / "data")
+    assert line["data_loss"] == pytest.approx(losses(tmp_path / "data")[0], rel=1e-3)
+
+
 def test_guidance_is_learnt(tmp_path):
     """A student that is the teacher still has to learn what guidance adds, from either kind of question."""
     path = tmp_path / "student.json"
@@ -183,6 +197,10 @@ BAD = {
     "a student that does not divide": ({"student": {"hidden_size": 50, "num_heads": 3}}, "hidden_size"),
     "a patch that does not divide": ({"student": {"patch_size": 3, "image_size": 32}}, "patch"),
     "features without the teacher": ({"feature_weight": 1.0}, "--feature-weight"),
+    "nothing to keep": (
+        {"data_path": None, **DATASET, "cache_teacher": True, "output_weight": 0.0, "data_weight": 1.0},
+        "--cache-teacher",
+    ),
     "guidance without a scale": ({"guidance_weight": 1.0}, "--guidance-scale"),
 }
 

@@ -142,6 +142,11 @@ class DistillConfig(TransformerTrainingConfig):
                 "What is kept of the teacher is one velocity, with guidance or without.",
                 fix="Add --output-weight 0 to learn the guided one.",
             )
+        if self.cache_teacher and not (self.output_weight or self.guidance_weight or self.feature_weight):
+            raise UsageError(
+                "--cache-teacher keeps what the teacher says, and no objective learns from it.",
+                fix="Leave it away, or give --output-weight 1.",
+            )
         if self.feature_weight and self.is_stored:
             raise UsageError(
                 "--feature-weight needs the teacher in memory.",

@@ -48,6 +48,10 @@ class PromptSamples:
         """Return a prompt's embeddings."""
         return self._texts.read(index)
 
+    def fingerprint(self, index: int) -> str:
+        """Return another string for another prompt, or for another text encoder or precision of it."""
+        return f"{self._texts.folder.name} {self.caption(index)}"
+
     def latent_shape(self, index: int) -> tuple[int, int, int, int]:
         """Return the shape of what is drawn for a prompt."""
         return self._latent_shape

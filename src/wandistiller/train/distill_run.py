@@ -33,11 +33,11 @@ from wandistiller.memory.shared_host import ranks_here
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.works import Training
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
-from wandistiller.models.devices import DTYPES
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
 from wandistiller.train.across_ranks import AcrossRanks
+from wandistiller.train.asking import Asking
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob, prepare_distillation
 from wandistiller.train.ema import MovingAverage, in_use
@@ -51,12 +51,12 @@ from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Obje
 from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import distill_work, planned_pixels
-from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
+from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.runs import Run, exit_code
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
-from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches
+from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches, teacher_dtype
 from wandistiller.train.transformer_data import encode_held_out
 from wandistiller.units import Bytes
 
@@ -97,10 +97,10 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
         teacher = _make_teacher(job, questions, ranks)
     samples: Any = questions.samples
     if config.is_stored:
+        assert teacher is not None  # the configuration has been checked for something to ask
         with monitor.phase("asking the teacher", "teacher"):
-            samples = ask_once(job, questions, teacher, ranks)
-        if teacher is not None:
-            teacher.release()
+            samples = Asking(job, questions, teacher, ranks).ask()
+        teacher.release()
     adapter = _make_adapter(job, questions, samples, ranks)
     with monitor.phase("loading", "student"):
         student = make_student(
@@ -137,8 +137,7 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
         return None
     name = config.strategy
     serves = name == "gpu0" and ranks.world_size > 1
-    dtype = torch.bfloat16 if config.teacher_dtype == "float8" else DTYPES.get(config.teacher_dtype)
-    dtype = dtype or (torch.bfloat16 if job.device.type == "cuda" else torch.float32)
+    dtype = teacher_dtype(config.teacher_dtype, job.device)
     if name == "sharded":
         placement: Placement = AcrossRanks(_teacher_mesh(job, ranks))
     else:

@@ -1,0 +1,152 @@
+"""What the student learns from a teacher that is asked beforehand: every question in a shard, its answers on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wandistiller.data.cache_files import fingerprint_model
+from wandistiller.data.cached_samples import CachedSamples
+from wandistiller.data.teacher_records import (
+    RecordPlan,
+    Records,
+    RecordSamples,
+    Shard,
+    TeacherRecords,
+    Way,
+    read_draw,
+    record_draws,
+)
+from wandistiller.distributed.ranks import Ranks
+from wandistiller.errors import UsageError
+from wandistiller.train.distill_job import DistillJob
+from wandistiller.train.questions import Questions
+from wandistiller.train.rollout import roll_out
+from wandistiller.train.teacher import ServedTeacher, TeacherInStep, TeacherTogether, Teaches, teacher_dtype
+
+
+class Asking:
+    """Asks a teacher everything that the student will learn; ranks do it together."""
+
+    def __init__(self, job: DistillJob, questions: Questions, teacher: Teaches, ranks: Ranks) -> None:
+        self._job = job
+        self._questions = questions
+        self._teacher = teacher
+        self._ranks = ranks
+        self._is_rollout = job.config.noisy_source == "trajectories"
+        if not self._is_rollout and len(set(questions.samples.buckets)) > 1:
+            raise UsageError(
+                "--cache-teacher needs samples of one size.",
+                fix="Add --max-aspect 1 and one number of --frames, or leave it away.",
+            )
+
+    @property
+    def folder(self) -> Path:
+        """Where answers are kept, those of other runs beside them."""
+        return (self._job.config.cache_dir or self._job.config.output_dir / "cache") / "teacher"
+
+    def ask(self) -> RecordSamples:
+        """Return all answers as samples; what is on disk already is not asked again."""
+        records = self._fill()
+        samples = self._questions.samples
+        made_of = None
+        if self._job.config.data_weight:
+            assert isinstance(samples, CachedSamples)
+            made_of = partial(_made_of, samples, self._job.config.seed)
+        return RecordSamples(records, samples.buckets[0], samples.text, made_of)
+
+    def _fill(self) -> TeacherRecords:
+        plan = self.plan()
+        records = TeacherRecords(self.folder / plan.name, plan)
+        serves = isinstance(self._teacher, ServedTeacher)
+        is_in_step = isinstance(self._teacher, TeacherInStep | TeacherTogether)
+        way: Way = "first" if serves else "in_step" if is_in_step else "shared"
+        records.fill(self._answer, self._ranks, way)
+        return records
+
+    def plan(self) -> RecordPlan:
+        """Return what there is to ask; nothing is loaded for it."""
+        return RecordPlan(self._about, self._questions.latent_shape, list(self._shards()))
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        """What all answers depend on; what only some of them do is in the names of their shards."""
+        job, config = self._job, self._job.config
+        is_guided = self._is_rollout or config.guidance_weight
+        found: dict[str, Any] = {
+            "teacher": [fingerprint_model(stored)[:16] for stored in job.teachers],
+            "precision": "float8" if config.teacher_dtype == "float8" else str(teacher_dtype(config.teacher_dtype, job.device)),
+            "boundary": job.pipeline.boundary if len(job.teachers) > 1 else None,
+            "shape": list(self._questions.latent_shape),
+            "guidance": config.guidance_scale if is_guided else 1.0,
+            "learns": "guided" if config.guidance_weight else "plain",
+            "empty caption": _digest(self._questions.samples.empty_text.numpy().tobytes()),
+            "seed": config.seed,
+        }
+        if self._is_rollout:
+            return {**found, "way": f"{job.pipeline.solver}, {config.rollout_steps} steps", "shift": job.shift}
+        return {**found, "way": "draws", "sigma": asdict(job.sigma)}
+
+    @cached_property
+    def _origins(self) -> dict[range, str]:
+        """What is asked together, with its fingerprint; the last may be fewer."""
+        samples, size = self._questions.samples, self._job.config.rollout_batch
+        parts = (range(start, min(start + size, len(samples))) for start in range(0, len(samples), size))
+        return {part: _digest("\0".join(samples.fingerprint(item) for item in part).encode()) for part in parts}
+
+    def _shards(self) -> Iterator[Shard]:
+        config = self._job.config
+        if self._is_rollout:
+            for draw in range(config.rollouts_per_prompt):
+                for items, origin in self._origins.items():
+                    yield Shard(items, range(draw, draw + 1), origin, len(items) * config.rollout_steps)
+            return
+        for items, origin in self._origins.items():
+            yield Shard(items, range(config.teacher_draws), origin, len(items) * config.teacher_draws)
+
+    def _answer(self, shard: Shard) -> Records:
+        """Return what the teacher says to a shard's questions."""
+        job, config, samples = self._job, self._job.config, self._questions.samples
+        # Rank 0 alone, where it alone has the teacher.
+        teacher = self._teacher.alone() if isinstance(self._teacher, ServedTeacher) else self._teacher
+        assert teacher is not None
+        if not self._is_rollout:
+            assert isinstance(samples, CachedSamples)
+            scale = config.guidance_scale if config.guidance_weight else 1.0
+            return record_draws(samples, shard, config.seed, partial(self._velocity, teacher, scale))
+        text = torch.nn.utils.rnn.pad_sequence([samples.text(item) for item in shard.items], batch_first=True)
+        return roll_out(
+            teacher,
+            text.to(job.device),
+            shard.items,
+            self._questions.latent_shape,
+            solver=job.pipeline.solver,
+            num_steps=config.rollout_steps,
+            shift=job.shift,
+            scale=config.guidance_scale,
+            learns_guided=bool(config.guidance_weight),
+            seed=config.seed,
+            draw=shard.draws.start,
+            device=job.device,
+        )
+
+    def _velocity(self, teacher: Teaches, scale: float, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+        moved = (each.to(self._job.device) for each in (noisy, sigma, text))
+        return teacher.answer(*moved, scale=scale).velocity.cpu()
+
+
+def _made_of(samples: CachedSamples, seed: int, item: int, draw: int) -> dict[str, Tensor]:
+    """Return the latents and the noise of a record of a data set: not kept on disk, as they can be had again."""
+    drawn = read_draw(samples, item, draw, seed)
+    return {name: drawn[name] for name in ("latents", "noise")}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
