@@ -135,10 +135,16 @@ def test_guidance_is_learnt(tmp_path):
         assert losses(tmp_path / name)[0] > 1e-5
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers):
-    both = {**QUICK, **PROMPTS, "student_config": two_layers, "num_prompts": 8, "use_ema": True}
-    distill(**both, output_dir=tmp_path / "straight", num_steps=4)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers, monkeypatch):
+    both = {**QUICK, **PROMPTS, "student_config": two_layers, "use_ema": True}
+    distill(**both, output_dir=tmp_path / "straight", num_prompts=3, num_steps=4)
+    # Two steps of four samples take three prompts of three steps each; two more steps change nothing about that.
     distill(**both, output_dir=tmp_path / "run", num_steps=2)
+    monkeypatch.setattr("wandistiller.train.teacher.Teacher.answer", lambda *a, **k: pytest.fail("asked again"))
+    with pytest.raises(UsageError, match="3 prompts, and --num-prompts is 4"):
+        distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto", num_prompts=4)
+    with pytest.raises(UsageError, match="guidance was 1"):
+        distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto", guidance_scale=3.0)
     distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto")
     name = "model/transformer/diffusion_pytorch_model.safetensors"
     straight, resumed = (load_file(tmp_path / folder / name) for folder in ("straight", "run"))

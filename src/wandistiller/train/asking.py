@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from wandistiller.data.teacher_records import (
     Shard,
     TeacherRecords,
     Way,
+    differences,
     read_draw,
     record_draws,
 )
@@ -75,14 +76,36 @@ class Asking:
         """Return what there is to ask; nothing is loaded for it."""
         return RecordPlan(self._about, self._questions.latent_shape, list(self._shards()))
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the run learns from, in words and numbers that are the same for as long as it goes on."""
+        config = self._job.config
+        return {
+            **self._about,
+            "number of captions": len(self._questions.samples),
+            "captions": _digest("\0".join(self._origins.values()).encode()),
+            "--rollout-batch": config.rollout_batch,
+            "draws": config.rollouts_per_prompt if self._is_rollout else config.teacher_draws,
+        }
+
+    def check(self, saved: Mapping[str, Any] | None) -> None:
+        """Refuse to go on with a run on other data than it has; ``saved`` is what ``facts`` gave then."""
+        differing = differences(saved, self.facts()) if saved else ""
+        if differing:
+            raise UsageError(
+                "The run that goes on has learnt from other answers of the teacher.",
+                why=f"{differing}.",
+                fix="Give the flags and files that it was started with, or start anew in another --output-dir.",
+            )
+
     @cached_property
     def _about(self) -> dict[str, Any]:
         """What all answers depend on; what only some of them do is in the names of their shards."""
         job, config = self._job, self._job.config
         is_guided = self._is_rollout or config.guidance_weight
+        dtype = teacher_dtype(config.teacher_dtype, job.device)
         found: dict[str, Any] = {
             "teacher": [fingerprint_model(stored)[:16] for stored in job.teachers],
-            "precision": "float8" if config.teacher_dtype == "float8" else str(teacher_dtype(config.teacher_dtype, job.device)),
+            "precision": config.teacher_dtype if config.teacher_dtype == "float8" else str(dtype).removeprefix("torch."),
             "boundary": job.pipeline.boundary if len(job.teachers) > 1 else None,
             "shape": list(self._questions.latent_shape),
             "guidance": config.guidance_scale if is_guided else 1.0,

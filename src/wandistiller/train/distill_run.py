@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,7 +53,7 @@ from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import distill_work, planned_pixels
 from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
-from wandistiller.train.runs import Run, exit_code
+from wandistiller.train.runs import Run, exit_code, saved_facts
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
 from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches, teacher_dtype
@@ -90,16 +90,22 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     shapes = Shapes.of(job.vae.config, job.teacher_config)
     predicted_by = as_settled(config, job.parallel)
     monitor = Monitor([job.device], lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure))
-    questions = open_questions(job)
+    before = saved_facts(config)
+    saved = before.facts.get("data", {}) if before is not None else {}
+    questions = open_questions(job, saved)
     assert config.teacher_path is not None
     held_out = encode_held_out(config, config.teacher_path, job.device)
     with monitor.phase("loading", "teacher"):
         teacher = _make_teacher(job, questions, ranks)
     samples: Any = questions.samples
+    data: dict[str, Any] = {"num_prompts": len(samples)} if job.prompts is not None else {}
     if config.is_stored:
         assert teacher is not None  # the configuration has been checked for something to ask
+        asking = Asking(job, questions, teacher, ranks)
+        asking.check(saved.get("answers"))
+        data["answers"] = asking.facts()
         with monitor.phase("asking the teacher", "teacher"):
-            samples = Asking(job, questions, teacher, ranks).ask()
+            samples = asking.ask()
         teacher.release()
     adapter = _make_adapter(job, questions, samples, ranks)
     with monitor.phase("loading", "student"):
@@ -114,7 +120,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
             device=torch.device("cpu") if job.parallel.is_sharded else job.device,
             prepare=fold_padding if questions.folds_padding else None,
         )
-    return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends, adapter)
+    return _train(job, ranks, monitor, student, teacher, questions, samples, data, held_out, ends, adapter)
 
 
 def _settle(job: DistillJob) -> DistillJob:
@@ -211,6 +217,7 @@ def _train(
     teacher: Teaches | None,
     questions: Questions,
     samples: Any,
+    data: Mapping[str, Any],
     held_out: EncodedData | None,
     ends: ExitStack,
     adapter: ChannelAdapter | None,
@@ -263,7 +270,9 @@ def _train(
     about = _describe(job, run, student)
     foresee = _foresee(job, samples, teacher) if run.can_be_foreseen else None
     optimisations = {role.name: optimisation}
-    stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
+    stopped = run.train(
+        method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee, data=data
+    )
     output = None
     if stopped.signal is None:
         with monitor.phase("writing the result", "student"):

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -43,6 +43,8 @@ class LoopOptions:
     workers: int = 0
     seed: int = 0
     precision: MixedPrecision = "no"
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the samples are of, kept in every state for whoever goes on."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ class Loop:
     def _state(self, generators: list[Any]) -> TrainingState:
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {"position": self.position, "generators": generators, "optimisers": {}}
+        facts["data"] = dict(self.options.data)
         # Optimisers first: one that works on the host may still be updating weights.
         for name, optimisation in self.optimisations.items():
             own, facts["optimisers"][name] = optimisation.state()

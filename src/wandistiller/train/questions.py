@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from wandistiller.data.buckets import Bucket, make_buckets
 from wandistiller.data.cached_samples import CachedSamples, Randomness
@@ -10,6 +12,7 @@ from wandistiller.data.encoded import EncodedData
 from wandistiller.data.prompt_samples import PromptSamples
 from wandistiller.data.prompt_texts import PromptTexts
 from wandistiller.distributed.ranks import read_ranks
+from wandistiller.errors import UsageError
 from wandistiller.models.devices import find_dtype
 from wandistiller.models.latents import latent_shape, num_tokens
 from wandistiller.models.sizes import usual_size
@@ -30,8 +33,11 @@ class Questions:
         return self.samples.latent_shape(0)
 
 
-def open_questions(job: DistillJob) -> Questions:
-    """Encode the data set or the prompts; the encoders are gone afterwards."""
+def open_questions(job: DistillJob, saved: Mapping[str, Any] | None = None) -> Questions:
+    """Encode the data set or the prompts; the encoders are gone afterwards.
+
+    ``saved`` is what the state of a run that goes on says of its data.
+    """
     config = job.config
     if job.prompts is None:
         assert config.teacher_path is not None and config.dataset_path is not None
@@ -51,7 +57,7 @@ def open_questions(job: DistillJob) -> Questions:
         dtype=find_dtype(config.dtype, job.device),
         trims_text=folds,
     )
-    count = _num_prompts(job)
+    count = _num_prompts(job, (saved or {}).get("num_prompts"))
     texts.ensure(range(count), device=job.device)
     return Questions(PromptSamples(job.prompts, texts, count, bucket, shape, job.sigma), folds)
 
@@ -62,10 +68,20 @@ def open_data(job: DistillJob, data: EncodedData, folds: bool) -> CachedSamples:
     return open_samples(data, randomness, job.teacher_config, workers=job.config.workers, trims_text=folds)
 
 
-def _num_prompts(job: DistillJob) -> int:
-    """Return how many prompts are used: no more than the steps can, if nothing else is said."""
+def _num_prompts(job: DistillJob, before: int | None) -> int:
+    """Return how many prompts are used: as many as before, or no more than the steps can, if nothing else is said."""
     assert job.prompts is not None
     config, total = job.config, len(job.prompts)
+    if before is not None:
+        asked = before if config.num_prompts is None else config.num_prompts
+        if min(asked, total) != before:
+            is_fewer = total < before
+            raise UsageError(
+                f"The run that goes on learns from {before} prompts, and "
+                + (f"{config.data_path} has {total}." if is_fewer else f"--num-prompts is {asked}."),
+                fix=f"{'Give the same file' if is_fewer else 'Leave it away'}, or start anew in another --output-dir.",
+            )
+        return before
     if config.num_prompts is not None:
         return min(config.num_prompts, total)
     if config.num_steps is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wandistiller.checkpoint.training_state import TrainingStates, load_state
+from wandistiller.checkpoint.training_state import TrainingState, TrainingStates, load_facts, load_state
 from wandistiller.config.toml_file import write_config
 from wandistiller.config.training import TrainingConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
@@ -144,10 +144,12 @@ class Run:
         callbacks: Sequence[Callback] = (),
         about: Sequence[str] = (),
         foresee: Callable[[Hardware], Phase] | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> Stopped:
         """Take all steps from the start or the state to resume from; ``about`` is said on rank 0 before the first.
 
         ``foresee`` says what the training will take, which is told before the first step, and against what it took at the end.
+        ``data`` is what the samples are of, kept in every state.
         """
         config = self.config
         first: list[Callback] = [KeepAverage(average)] if average is not None else []
@@ -164,6 +166,7 @@ class Run:
                 workers=config.workers,
                 seed=config.seed,
                 precision=self.precision,
+                data=data or {},
             ),
             device=self.device,
             ranks=self.ranks,
@@ -198,8 +201,14 @@ class Run:
         return stopped
 
 
-def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:
-    """Load the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder."""
+def saved_facts(config: TrainingConfig) -> TrainingState | None:
+    """Return the state that a run will go on from, without its tensors; None for one that starts."""
+    path = _find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep), config.output_dir)
+    return load_facts(path) if path is not None else None
+
+
+def _find_state(resume: str | None, states: TrainingStates, output_dir: Path) -> Path | None:
+    """Return the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder."""
     newest = states.newest()
     if num_restarts():
         resume = "auto"  # torchrun has started this again: what was asked for has been done already
@@ -209,17 +218,26 @@ def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_di
                 f"{output_dir} holds a training already, up to {newest.name}.",
                 fix="Go on with it with --resume auto, or give another --output-dir.",
             )
-        return
+        return None
     path = newest if resume == "auto" else Path(resume)
-    if path is None:
-        say(f"There is no state in {states.folder} yet; starting from the beginning")
-        return
-    if newest is not None and path.resolve() != newest.resolve() and path.resolve().parent == newest.resolve().parent:
+    if path is None or newest is None:
+        return path
+    if path.resolve() != newest.resolve() and path.resolve().parent == newest.resolve().parent:
         raise UsageError(
             f"{newest} is newer than {path}.",
             why="going on from the older one would leave two histories in one folder.",
             fix=f"Copy {path.name} and give another --output-dir, or move the newer ones away.",
         )
+    return path
+
+
+def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:
+    """Load the state that ``resume`` names, if there is one."""
+    path = _find_state(resume, states, output_dir)
+    if path is None:
+        if resume is not None or num_restarts():
+            say(f"There is no state in {states.folder} yet; starting from the beginning")
+        return
     loop.load(load_state(path, loop.like))
     if loop.ranks.is_first:
         say(f"Going on from {path}, step {loop.step}")

@@ -1,11 +1,14 @@
 """What a teacher is asked beforehand: other answers have other names, and nobody is left out."""
 
+import json
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from wandistiller.config.distill import DistillConfig
 from wandistiller.distributed.ranks import Ranks
+from wandistiller.errors import UsageError
 from wandistiller.models.sizes import find_size
 from wandistiller.models.tiny import write_random_pipeline
 from wandistiller.train.asking import Asking
@@ -110,6 +113,15 @@ def test_nobody_is_left_out_where_the_last_shard_is_not_full(asked):
     assert [list(shard.items) for shard in shards] == [[0, 1], [2]]
     per_item = {"data": 4, "prompts": 3}["data" if data is DATASET else "prompts"]
     assert [shard.num_records for shard in shards] == [2 * per_item, per_item]
+
+
+@pytest.mark.parametrize("changes", [{"rollout_batch": 3}, {"rollouts_per_prompt": 2, "teacher_draws": 2}, {"seed": 1}])
+def test_a_run_does_not_go_on_with_other_answers(asked, changes):
+    data, folder, questions, _ = asked
+    facts = json.loads(json.dumps(Asking(prepare(folder, **data), questions, None, Ranks()).facts()))
+    Asking(prepare(folder, **data, num_steps=99), questions, None, Ranks()).check(facts)
+    with pytest.raises(UsageError, match="other answers of the teacher"):
+        Asking(prepare(folder, **{**data, **changes}), questions, None, Ranks()).check(facts)
 
 
 def test_more_prompts_and_more_draws_only_add_shards(tmp_path):
