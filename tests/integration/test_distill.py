@@ -1,6 +1,7 @@
 """``distill`` end to end on a tiny Wan: every source of questions, every strategy, what is written and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from wandistiller.api import distill, sample
 from wandistiller.cli.main import main
 from wandistiller.errors import UsageError
+from wandistiller.models.channel_adapter import ChannelAdapter, random_adapter
 
 SIZE = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {
@@ -160,6 +162,21 @@ def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
     assert len(list((run / "samples" / "step-00000002").glob("*.png"))) == 3
     ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
     assert ours[0].latents.shape[0] == 8, "the VAE's channels"
+
+
+def test_an_adapter_is_of_the_run_that_it_lies_beside(tmp_path):
+    path = tmp_path / "student.json"
+    path.write_text(json.dumps({"depth": 2, "latent_channels": 4}))
+    run, left = tmp_path / "run", random_adapter(8, 5, seed=3)
+    left.save(run / "channel_adapter")
+    both = {**QUICK, **PROMPTS, "student_config": path, "output_dir": run}
+    distill(**both, num_steps=1)
+    made = ChannelAdapter.load(run / "channel_adapter")
+    assert made.student_channels == 4
+    changed = replace(made, mean=made.mean + 1)
+    changed.save(run / "channel_adapter")
+    distill(**both, num_steps=2, resume="auto")
+    assert torch.equal(ChannelAdapter.load(run / "channel_adapter").mean, changed.mean)
 
 
 def test_the_students_description_says_what_it_is_trained_at(tmp_path):

@@ -107,7 +107,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
         with monitor.phase("asking the teacher", "teacher"):
             samples = asking.ask()
         teacher.release()
-    adapter = _make_adapter(job, questions, samples, ranks)
+    adapter = _make_adapter(job, questions, samples, ranks, goes_on=before is not None)
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,
@@ -300,13 +300,17 @@ def _stretches(job: DistillJob) -> Stretches | None:
     return Stretches([replace(job.sigma, low=boundary), replace(job.sigma, high=boundary)], job.config.expert_steps)
 
 
-def _make_adapter(job: DistillJob, questions: Questions, samples: Any, ranks: Ranks) -> ChannelAdapter | None:
-    """Return the map to the student's channels, where they are others: made once, at the start of the run."""
+def _make_adapter(job: DistillJob, questions: Questions, samples: Any, ranks: Ranks, *, goes_on: bool) -> ChannelAdapter | None:
+    """Return the map to the student's channels, where they are others: made once, at the start of the run.
+
+    One that is there is taken by a run that goes on; else it is of something else that was tried in the same folder.
+    """
     channels = job.plan.config["in_channels"]
     if channels == job.teacher_config["in_channels"]:
         return None
     folder = job.config.output_dir / "channel_adapter"
-    if ranks.is_first and not (folder / CONFIG_NAME).is_file():
+    is_there = goes_on and (folder / CONFIG_NAME).is_file()
+    if ranks.is_first and not is_there:
         latents = list(_some_latents(questions, samples))
         if channels < job.teacher_config["in_channels"] and latents:
             adapter = fit_adapter(channels, latents)
