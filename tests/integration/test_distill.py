@@ -1,6 +1,7 @@
 """``distill`` end to end on a tiny Wan: every source of questions, every strategy, what is written and what is refused."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -164,6 +165,21 @@ def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
     assert ours[0].latents.shape[0] == 8, "the VAE's channels"
 
 
+def test_refreshed_answers_come_from_new_noise_and_resume_to_the_bit(tmp_path, two_layers):
+    both = {**QUICK, **PROMPTS, "student_config": two_layers, "num_prompts": 6, "refresh_every": 2}
+    distill(**both, output_dir=tmp_path / "straight", num_steps=5)
+    refreshed = tmp_path / "straight" / "cache" / "refreshed"
+    assert {path.name.split("-")[2] for path in refreshed.glob("*/shard-*")} == {"0002"}, "the last round alone"
+    distill(**both, output_dir=tmp_path / "run", num_steps=3)
+    # The state is of the middle of a round, whose answers are made again.
+    shutil.rmtree(tmp_path / "run" / "cache" / "refreshed")
+    distill(**both, output_dir=tmp_path / "run", num_steps=5, resume="auto")
+    name = "model/transformer/diffusion_pytorch_model.safetensors"
+    straight, resumed = (load_file(tmp_path / folder / name) for folder in ("straight", "run"))
+    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+    assert losses(tmp_path / "straight") == losses(tmp_path / "run")
+
+
 def test_an_adapter_is_of_the_run_that_it_lies_beside(tmp_path):
     path = tmp_path / "student.json"
     path.write_text(json.dumps({"depth": 2, "latent_channels": 4}))
@@ -224,6 +240,7 @@ BAD = {
         {"data_path": None, **DATASET, "cache_teacher": True, "output_weight": 0.0, "data_weight": 1.0},
         "--cache-teacher",
     ),
+    "nothing to refresh": ({"data_path": None, **DATASET, "refresh_every": 2}, "--refresh-every"),
     "guidance without a scale": ({"guidance_weight": 1.0}, "--guidance-scale"),
 }
 

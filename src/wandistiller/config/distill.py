@@ -83,6 +83,10 @@ class DistillConfig(TransformerTrainingConfig):
     """Ask the teacher once about the data set and keep what it says on disk, so that training needs no teacher in memory.
     Trajectories are always kept."""
 
+    refresh_every: int = 0
+    """Steps after which trajectories, or the answers of --cache-teacher, are replaced by others from new noise; 0 never does.
+    The teacher is loaded again for that, beside the student, and asked as much as at the start."""
+
     teacher_draws: int = 4
     """With --cache-teacher: noise and sigmas that are drawn for each sample of the data set."""
 
@@ -182,6 +186,7 @@ class DistillConfig(TransformerTrainingConfig):
             ("--expert-steps", self.expert_steps, 1),
             ("--teacher-context-parallel", self.teacher_context_parallel, 1),
             ("--teacher-draws", self.teacher_draws, 1),
+            ("--refresh-every", self.refresh_every, 0),
         )
         parse_resident(self.teacher_resident, "--teacher-resident")
 
@@ -193,6 +198,12 @@ class DistillConfig(TransformerTrainingConfig):
             raise UsageError(f"--noisy-latents {source} needs prompts.", fix="Give --data-path.")
         if self.data_weight and source != "dataset":
             raise UsageError("--data-weight needs a data set.", fix="Give --dataset-path.")
+        if self.refresh_every and not self.is_stored:
+            raise UsageError(
+                "--refresh-every is for what is kept of the teacher.",
+                why="it is asked anew in every step anyway.",
+                fix="Leave it away, or add --cache-teacher.",
+            )
         if self.cache_teacher and source == "noise":
             raise UsageError("--cache-teacher is for a data set.", fix="Leave it away.")
 
@@ -207,6 +218,11 @@ class DistillConfig(TransformerTrainingConfig):
     def is_stored(self) -> bool:
         """Whether the teacher's answers are on disk before the first step."""
         return self.noisy_source == "trajectories" or self.cache_teacher
+
+    @property
+    def asks_while_training(self) -> bool:
+        """Whether the teacher has to have room beside the student, in every step or now and then."""
+        return not self.is_stored or self.refresh_every > 0
 
     @property
     def strategy(self) -> str:

@@ -165,6 +165,15 @@ class TeacherRecords:
             self._write_about(complete=True)
         ranks.wait()
 
+    def remove_others(self, ranks: Ranks) -> None:
+        """Remove the shards of earlier questions, once no rank reads them any more."""
+        ranks.wait()
+        _open.cache_clear()
+        wanted = {shard.file_name for shard in self.plan.shards}
+        for path in self.folder.glob("shard-*.safetensors") if ranks.is_first else ():
+            if path.name not in wanted:
+                path.unlink()
+
     def read(self, index: int) -> dict[str, Tensor]:
         """Return ``noisy``, ``sigma`` and ``target`` of one record in float32, its ``item`` and its ``draw``."""
         number = bisect.bisect_right(self._starts, index) - 1

@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,20 +26,31 @@ from wandistiller.data.teacher_records import (
 )
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import UsageError
+from wandistiller.memory.monitor import Monitor
+from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob
 from wandistiller.train.questions import Questions
 from wandistiller.train.rollout import roll_out
 from wandistiller.train.teacher import ServedTeacher, TeacherInStep, TeacherTogether, Teaches, teacher_dtype
 
+if TYPE_CHECKING:
+    from wandistiller.train.loop import Loop
+
 
 class Asking:
     """Asks a teacher everything that the student will learn; ranks do it together."""
 
-    def __init__(self, job: DistillJob, questions: Questions, teacher: Teaches, ranks: Ranks) -> None:
+    def __init__(
+        self, job: DistillJob, questions: Questions, teacher: Teaches, ranks: Ranks, monitor: Monitor, step: int = 0
+    ) -> None:
+        """``step`` is how many steps the run has made already."""
         self._job = job
         self._questions = questions
         self._teacher = teacher
         self._ranks = ranks
+        self._monitor = monitor
+        self.round_number = self.round_at(step)
+        """Which answers there are: a round is as many questions as there are at the start, each from other noise."""
         self._is_rollout = job.config.noisy_source == "trajectories"
         if not self._is_rollout and len(set(questions.samples.buckets)) > 1:
             raise UsageError(
@@ -48,14 +58,14 @@ class Asking:
                 fix="Add --max-aspect 1 and one number of --frames, or leave it away.",
             )
 
-    @property
-    def folder(self) -> Path:
-        """Where answers are kept, those of other runs beside them."""
-        return (self._job.config.cache_dir or self._job.config.output_dir / "cache") / "teacher"
+    def round_at(self, step: int) -> int:
+        """Return the round that a step learns from."""
+        every = self._job.config.refresh_every
+        return step // every if every else 0
 
     def ask(self) -> RecordSamples:
         """Return all answers as samples; what is on disk already is not asked again."""
-        records = self._fill()
+        records = self.records()
         samples = self._questions.samples
         made_of = None
         if self._job.config.data_weight:
@@ -63,13 +73,22 @@ class Asking:
             made_of = partial(_made_of, samples, self._job.config.seed)
         return RecordSamples(records, samples.buckets[0], samples.text, made_of)
 
-    def _fill(self) -> TeacherRecords:
-        plan = self.plan()
-        records = TeacherRecords(self.folder / plan.name, plan)
+    def records(self) -> TeacherRecords:
+        """Return the answers of the round; what of them is not on disk is asked for, and the teacher gone afterwards."""
+        plan, config = self.plan(), self._job.config
+        if self.round_number:
+            # The run's own: nobody else needs them, and only one round of them is kept.
+            records = TeacherRecords(config.output_dir / "cache" / "refreshed" / plan.name, plan)
+        else:
+            records = TeacherRecords((config.cache_dir or config.output_dir / "cache") / "teacher" / plan.name, plan)
         serves = isinstance(self._teacher, ServedTeacher)
         is_in_step = isinstance(self._teacher, TeacherInStep | TeacherTogether)
         way: Way = "first" if serves else "in_step" if is_in_step else "shared"
-        records.fill(self._answer, self._ranks, way)
+        with self._monitor.phase("asking the teacher", "teacher"):
+            records.fill(self._answer, self._ranks, way)
+            self._teacher.release()
+        if self.round_number:
+            records.remove_others(self._ranks)
         return records
 
     def plan(self) -> RecordPlan:
@@ -84,6 +103,7 @@ class Asking:
             "number of captions": len(self._questions.samples),
             "captions": _digest("\0".join(self._origins.values()).encode()),
             "--rollout-batch": config.rollout_batch,
+            "--refresh-every": config.refresh_every,
             "draws": config.rollouts_per_prompt if self._is_rollout else config.teacher_draws,
         }
 
@@ -126,13 +146,15 @@ class Asking:
 
     def _shards(self) -> Iterator[Shard]:
         config = self._job.config
+        num_draws = config.rollouts_per_prompt if self._is_rollout else config.teacher_draws
+        draws = range(self.round_number * num_draws, (self.round_number + 1) * num_draws)
         if self._is_rollout:
-            for draw in range(config.rollouts_per_prompt):
+            for draw in draws:
                 for items, origin in self._origins.items():
                     yield Shard(items, range(draw, draw + 1), origin, len(items) * config.rollout_steps)
             return
         for items, origin in self._origins.items():
-            yield Shard(items, range(config.teacher_draws), origin, len(items) * config.teacher_draws)
+            yield Shard(items, draws, origin, len(items) * num_draws)
 
     def _answer(self, shard: Shard) -> Records:
         """Return what the teacher says to a shard's questions."""
@@ -163,6 +185,21 @@ class Asking:
     def _velocity(self, teacher: Teaches, scale: float, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         moved = (each.to(self._job.device) for each in (noisy, sigma, text))
         return teacher.answer(*moved, scale=scale).velocity.cpu()
+
+
+class RefreshAnswers(Callback):
+    """Lets the samples be those of the round that each step belongs to."""
+
+    def __init__(self, asking: Asking, samples: RecordSamples) -> None:
+        self._asking = asking
+        self._samples = samples
+
+    def stepping(self, loop: Loop) -> None:
+        number = self._asking.round_at(loop.step)
+        if number != self._asking.round_number:
+            loop.read_anew()
+            self._asking.round_number = number
+            self._samples.records = self._asking.records()
 
 
 def _made_of(samples: CachedSamples, seed: int, item: int, draw: int) -> dict[str, Tensor]:

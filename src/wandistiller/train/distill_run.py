@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from wandistiller.models.shapes import Shapes
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
 from wandistiller.train.across_ranks import AcrossRanks
-from wandistiller.train.asking import Asking
+from wandistiller.train.asking import Asking, RefreshAnswers
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob, prepare_distillation
 from wandistiller.train.ema import MovingAverage, in_use
@@ -50,7 +50,7 @@ from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
-from wandistiller.train.prediction import distill_work, planned_pixels
+from wandistiller.train.prediction import distill_phase, distill_work, planned_pixels
 from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.runs import Run, exit_code, saved_facts
@@ -77,6 +77,16 @@ class Distilled:
     exit_code: int = 0
 
 
+@dataclass(frozen=True)
+class _Lessons:
+    """What the student learns from."""
+
+    samples: Any
+    facts: Mapping[str, Any]
+    """What a run that goes on has to have the same."""
+    callbacks: Sequence[Callback] = ()
+
+
 def run_distill(config: DistillConfig) -> Distilled:
     """Do the whole job."""
     job = _settle(prepare_distillation(config))
@@ -97,17 +107,14 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     held_out = encode_held_out(config, config.teacher_path, job.device)
     with monitor.phase("loading", "teacher"):
         teacher = _make_teacher(job, questions, ranks)
-    samples: Any = questions.samples
-    data: dict[str, Any] = {"num_prompts": len(samples)} if job.prompts is not None else {}
+    lessons = _Lessons(questions.samples, {"num_prompts": len(questions.samples)} if job.prompts is not None else {})
     if config.is_stored:
         assert teacher is not None  # the configuration has been checked for something to ask
-        asking = Asking(job, questions, teacher, ranks)
+        asking = Asking(job, questions, teacher, ranks, monitor, before.step if before is not None else 0)
         asking.check(saved.get("answers"))
-        data["answers"] = asking.facts()
-        with monitor.phase("asking the teacher", "teacher"):
-            samples = asking.ask()
-        teacher.release()
-    adapter = _make_adapter(job, questions, samples, ranks, goes_on=before is not None)
+        samples = asking.ask()
+        lessons = _Lessons(samples, {**lessons.facts, "answers": asking.facts()}, [RefreshAnswers(asking, samples)])
+    adapter = _make_adapter(job, questions, lessons.samples, ranks, goes_on=before is not None)
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,
@@ -120,7 +127,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
             device=torch.device("cpu") if job.parallel.is_sharded else job.device,
             prepare=fold_padding if questions.folds_padding else None,
         )
-    return _train(job, ranks, monitor, student, teacher, questions, samples, data, held_out, ends, adapter)
+    return _train(job, ranks, monitor, student, teacher, questions, lessons, held_out, ends, adapter)
 
 
 def _settle(job: DistillJob) -> DistillJob:
@@ -130,7 +137,7 @@ def _settle(job: DistillJob) -> DistillJob:
     def work(config: DistillConfig, hardware: Hardware) -> Training:
         found = distill_work(config, shapes, job.plan.config, hardware, planned_pixels(config, shapes.vae))
         # One that finds its own place, or is shared by ranks, takes what the student leaves.
-        is_beside = not config.is_stored and config.strategy not in ("auto", "gpu0", "sharded")
+        is_beside = config.asks_while_training and config.strategy not in ("auto", "gpu0", "sharded")
         return found if is_beside else replace(found, teacher=None)
 
     return replace(job, parallel=settle_parallel(job.config, job.device, work))
@@ -180,7 +187,7 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
 
 def _student_room(job: DistillJob, questions: Questions) -> Bytes | None:
     """Return what has to be left free for the student, where it is trained beside the teacher."""
-    if job.config.is_stored:
+    if not job.config.asks_while_training:
         return None
     hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
     config = as_settled(job.config, job.parallel)
@@ -216,13 +223,12 @@ def _train(
     student: Student,
     teacher: Teaches | None,
     questions: Questions,
-    samples: Any,
-    data: Mapping[str, Any],
+    lessons: _Lessons,
     held_out: EncodedData | None,
     ends: ExitStack,
     adapter: ChannelAdapter | None,
 ) -> Distilled:
-    config, role = job.config, Role("student", student.model, is_trained=True)
+    config, samples, role = job.config, lessons.samples, Role("student", student.model, is_trained=True)
     blocks = list(student.model.get_submodule("blocks").children())
     if config.torch_compile:
         for block in blocks:
@@ -247,7 +253,7 @@ def _train(
         max_text_tokens=job.plan.text_max_length,
     )
     average = run.make_average(role)
-    callbacks: list[Callback] = [WatchHealth()]
+    callbacks: list[Callback] = [*lessons.callbacks, WatchHealth()]
     validation = open_data(job, held_out, questions.folds_padding) if held_out is not None else None
     measure = None
     if validation is not None:
@@ -271,7 +277,7 @@ def _train(
     foresee = _foresee(job, samples, teacher) if run.can_be_foreseen else None
     optimisations = {role.name: optimisation}
     stopped = run.train(
-        method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee, data=data
+        method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee, data=lessons.facts
     )
     output = None
     if stopped.signal is None:
@@ -286,8 +292,7 @@ def _foresee(job: DistillJob, samples: Any, teacher: Teaches | None) -> Callable
 
     def make(hardware: Hardware) -> Phase:
         work = distill_work(job.config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape)
-        is_asked = teacher is not None and not job.config.is_stored
-        return (work if is_asked else replace(work, teacher=None)).phase(hardware)
+        return distill_phase(job.config, work if teacher is not None else replace(work, teacher=None), hardware)
 
     return make
 

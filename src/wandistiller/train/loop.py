@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -107,6 +107,7 @@ class Loop:
         self._counts: dict[str, int] = {}
         self._signal: int | None = None
         self._saved_step = -1
+        self._steps: Generator[list[Batch]] | None = None
 
     @property
     def epoch(self) -> float:
@@ -122,18 +123,11 @@ class Loop:
         """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
         with self._interrupts(), self._training_together(), self._saves or nullcontext():
             self._tell("started")
-            steps = load_steps(
-                self._reader,
-                self._plan,
-                start=self.position,
-                rank=self.ranks.rank,
-                seed=self.options.seed,
-                workers=self.options.workers,
-            )
             started, since = time.perf_counter(), self.step
             while self.step < self.options.num_steps and not self._was_interrupted():
+                self._tell("stepping")
                 watch.note(f"in step {self.step + 1}, waiting for data")
-                self._take_step([batch.to(self.device) for batch in next(steps)])
+                self._take_step([batch.to(self.device) for batch in self._next_batches()])
                 if self.step % self.options.log_every == 0 or self.step == self.options.num_steps:
                     values = self._read_metrics()
                     now = time.perf_counter()
@@ -147,8 +141,27 @@ class Loop:
             if self._saved_step != self.step:
                 self._save(goes_on=False)
             saved = self._finish_saving()
+            self.read_anew()
             self._tell("ended")
         return Stopped(self.step, self._signal, saved)
+
+    def read_anew(self) -> None:
+        """Forget what was read ahead: samples are others from here on."""
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None
+
+    def _next_batches(self) -> list[Batch]:
+        if self._steps is None:
+            self._steps = load_steps(
+                self._reader,
+                self._plan,
+                start=self.position,
+                rank=self.ranks.rank,
+                seed=self.options.seed,
+                workers=self.options.workers,
+            )
+        return next(self._steps)
 
     def _was_interrupted(self) -> bool:
         """Say whether a signal has reached some rank; all of them then end alike, whoever got it."""

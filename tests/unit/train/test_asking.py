@@ -33,7 +33,7 @@ def prepare(folder, **changes):
 
 
 def files(job, questions):
-    found = Asking(job, questions, None, Ranks()).plan()
+    found = Asking(job, questions, None, Ranks(), None).plan()
     return [(found.name, shard.file_name) for shard in found.shards]
 
 
@@ -109,7 +109,7 @@ def test_a_replaced_picture_is_asked_about_again(tmp_path):
 
 def test_nobody_is_left_out_where_the_last_shard_is_not_full(asked):
     data, folder, questions, _ = asked
-    shards = Asking(prepare(folder, **data), questions, None, Ranks()).plan().shards
+    shards = Asking(prepare(folder, **data), questions, None, Ranks(), None).plan().shards
     assert [list(shard.items) for shard in shards] == [[0, 1], [2]]
     per_item = {"data": 4, "prompts": 3}["data" if data is DATASET else "prompts"]
     assert [shard.num_records for shard in shards] == [2 * per_item, per_item]
@@ -118,10 +118,22 @@ def test_nobody_is_left_out_where_the_last_shard_is_not_full(asked):
 @pytest.mark.parametrize("changes", [{"rollout_batch": 3}, {"rollouts_per_prompt": 2, "teacher_draws": 2}, {"seed": 1}])
 def test_a_run_does_not_go_on_with_other_answers(asked, changes):
     data, folder, questions, _ = asked
-    facts = json.loads(json.dumps(Asking(prepare(folder, **data), questions, None, Ranks()).facts()))
-    Asking(prepare(folder, **data, num_steps=99), questions, None, Ranks()).check(facts)
+    facts = json.loads(json.dumps(Asking(prepare(folder, **data), questions, None, Ranks(), None).facts()))
+    Asking(prepare(folder, **data, num_steps=99), questions, None, Ranks(), None).check(facts)
     with pytest.raises(UsageError, match="other answers of the teacher"):
-        Asking(prepare(folder, **{**data, **changes}), questions, None, Ranks()).check(facts)
+        Asking(prepare(folder, **{**data, **changes}), questions, None, Ranks(), None).check(facts)
+
+
+def test_a_round_is_as_many_questions_from_other_noise(asked):
+    data, folder, questions, before = asked
+    job = prepare(folder, **data, refresh_every=10)
+    asking = Asking(job, questions, None, Ranks(), None, 9)
+    assert [asking.round_at(step) for step in (0, 9, 10, 29)] == [0, 0, 1, 2]
+    first, later = asking.plan(), Asking(job, questions, None, Ranks(), None, 25).plan()
+    assert [(first.name, shard.file_name) for shard in first.shards] == before
+    num_draws = 4 if data is DATASET else 1
+    assert [shard.items for shard in later.shards] == [shard.items for shard in first.shards]
+    assert {shard.draws for shard in later.shards} == {range(2 * num_draws, 3 * num_draws)}
 
 
 def test_more_prompts_and_more_draws_only_add_shards(tmp_path):

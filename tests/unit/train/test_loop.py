@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,6 +199,28 @@ def test_a_signal_saves_first(tmp_path, number):
     rest = make_loop(tmp_path, steps=6, resume=True)
     assert rest.run().signal is None
     assert equal(weights_of(rest), weights_of(straight))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_change_are_read_anew(workers):
+    """From the step at which they change, however much was read ahead; the order goes on."""
+
+    class Change(Callback):
+        def stepping(self, loop):
+            if loop.step == 3:
+                loop.read_anew()
+                loop._reader.targets += 100
+
+    reader, order = ToyReader(), make_loop(steps=5)
+    order.run()
+    loop = make_loop(steps=5, reader=reader, workers=workers, callbacks=[Change()])
+    found, original = [], loop.method.losses
+    loop.method.turns = (replace(loop.method.turns[0], losses=lambda batch: found.append(batch) or original(batch)),)
+    before = reader.targets.clone()
+    loop.run()
+    assert loop.method.seen == order.method.seen
+    for step, batch in enumerate(found):
+        torch.testing.assert_close(batch.tensors["target"], before[batch.tensors["index"]] + 100 * (step >= 3))
 
 
 def test_old_states_are_retired(tmp_path):
