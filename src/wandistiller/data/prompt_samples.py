@@ -61,6 +61,7 @@ class PromptSamples:
         place = float(torch.rand(1, generator=generator, dtype=torch.float64))
         return {
             "noisy": torch.randn(self._latent_shape, generator=generator),
+            "place": torch.tensor(place, dtype=torch.float64),
             "sigma": torch.tensor(self._sigma.quantile(place), dtype=torch.float32),
             "text": self.text(index),
         }
