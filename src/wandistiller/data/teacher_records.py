@@ -165,13 +165,13 @@ class TeacherRecords:
             self._write_about(complete=True)
         ranks.wait()
 
-    def remove_others(self, ranks: Ranks) -> None:
-        """Remove the shards of earlier questions, once no rank reads them any more."""
+    def remove_earlier(self, ranks: Ranks) -> None:
+        """Remove the shards of earlier draws than these, once no rank reads them any more."""
         ranks.wait()
         _open.cache_clear()
-        wanted = {shard.file_name for shard in self.plan.shards}
-        for path in self.folder.glob("shard-*.safetensors") if ranks.is_first else ():
-            if path.name not in wanted:
+        first = min(shard.draws.start for shard in self.plan.shards)
+        for path in self.folder.glob("shard-*-*-*.safetensors") if ranks.is_first else ():
+            if int(path.name.split("-")[2]) < first:
                 path.unlink()
 
     def read(self, index: int) -> dict[str, Tensor]:

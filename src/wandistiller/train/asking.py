@@ -88,7 +88,7 @@ class Asking:
             records.fill(self._answer, self._ranks, way)
             self._teacher.release()
         if self.round_number:
-            records.remove_others(self._ranks)
+            records.remove_earlier(self._ranks)
         return records
 
     def plan(self) -> RecordPlan:

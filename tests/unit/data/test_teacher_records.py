@@ -1,6 +1,7 @@
 """What a teacher said, kept on disk: the same numbers, made once, resumed, refused where they are of something else."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,16 @@ def test_a_marker_that_cannot_be_read_is_none(tmp_path, content):
     assert not records.is_complete
     records.fill(lambda shard: pytest.fail("all shards are there"), ALONE)
     assert records.is_complete
+
+
+def test_later_draws_take_the_place_of_earlier_ones(tmp_path):
+    rounds = []
+    for draw in (0, 1, 2):
+        made = [replace(shard, draws=range(draw, draw + 1)) for shard in plan().shards]
+        rounds.append(TeacherRecords(tmp_path / "r", replace(plan(), shards=made)))
+        rounds[-1].fill(ask, ALONE)
+    rounds[1].remove_earlier(ALONE)
+    assert [len(each.missing) for each in rounds] == [3, 0, 0]
 
 
 def test_what_there_is_to_ask_is_said_before(tmp_path, capsys):
