@@ -74,7 +74,7 @@ class Asking:
         return RecordSamples(records, samples.buckets[0], samples.text, made_of)
 
     def records(self) -> TeacherRecords:
-        """Return the answers of the round; what of them is not on disk is asked for, and the teacher gone afterwards."""
+        """Return the answers of the round; what of them is not on disk is asked for."""
         plan, config = self.plan(), self._job.config
         if self.round_number:
             # The run's own: nobody else needs them, and only one round of them is kept.
@@ -86,10 +86,13 @@ class Asking:
         way: Way = "first" if serves else "in_step" if is_in_step else "shared"
         with self._monitor.phase("asking the teacher", "teacher"):
             records.fill(self._answer, self._ranks, way)
-            self._teacher.release()
         if self.round_number:
             records.remove_earlier(self._ranks)
         return records
+
+    def release(self) -> None:
+        """Give the teacher's memory back."""
+        self._teacher.release()
 
     def plan(self) -> RecordPlan:
         """Return what there is to ask; nothing is loaded for it."""
@@ -200,6 +203,7 @@ class RefreshAnswers(Callback):
             loop.read_anew()
             self._asking.round_number = number
             self._samples.records = self._asking.records()
+            self._asking.release()
 
 
 def _made_of(samples: CachedSamples, seed: int, item: int, draw: int) -> dict[str, Tensor]:

@@ -114,6 +114,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
         asking.check(saved.get("answers"))
         samples = asking.ask()
         lessons = _Lessons(samples, {**lessons.facts, "answers": asking.facts()}, [RefreshAnswers(asking, samples)])
+        teacher.release()
     adapter = _make_adapter(job, questions, lessons.samples, ranks, goes_on=before is not None)
     with monitor.phase("loading", "student"):
         student = make_student(

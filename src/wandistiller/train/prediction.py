@@ -147,7 +147,7 @@ def distill_work(
             name="teacher",
             config=shapes.transformers[0],
             latent_shape=latents,
-            batch_size=config.rollout_batch if config.noisy_source == "trajectories" else config.batch_size,
+            batch_size=config.rollout_batch if config.is_stored else config.batch_size,
             dtype=_teacher_dtype(config, hardware),
             is_streamed=placing.is_streamed,
         ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wandistiller.checkpoint.training_state import TrainingState, TrainingStates, load_facts, load_state
+from wandistiller.checkpoint.training_state import TrainingState, TrainingStates, check_state, load_facts, load_state
 from wandistiller.config.toml_file import write_config
 from wandistiller.config.training import TrainingConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
@@ -40,6 +40,7 @@ from wandistiller.train.optimisation import MixedPrecision, OptimiserOptions, Op
 def prepare_device(config: TrainingConfig) -> torch.device:
     """Find the device of this process and check that a run of this configuration can be; nothing is loaded."""
     check_can_write(config.output_dir / "x")
+    find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep))
     ranks = read_ranks()
     if config.distributed and not is_rank():
         raise UsageError("--distributed was given, but torchrun did not start this.", fix="Start it with torchrun.")
@@ -179,7 +180,7 @@ class Run:
                 ShowProgress(self.monitor.line),
             ],
         )
-        resume_run(config.resume, loop, states, config.output_dir)
+        resume_run(config.resume, loop, states)
         if self.ranks.is_first:
             config.output_dir.mkdir(parents=True, exist_ok=True)
             write_config(config.output_dir / "run.toml", config, config.command)
@@ -201,28 +202,26 @@ class Run:
         return stopped
 
 
-def saved_facts(config: TrainingConfig) -> TrainingState | None:
-    """Return the state that a run will go on from, without its tensors; None for one that starts."""
-    path = _find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep), config.output_dir)
-    return load_facts(path) if path is not None else None
+def find_state(resume: str | None, states: TrainingStates) -> Path | None:
+    """Return the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder.
 
-
-def _find_state(resume: str | None, states: TrainingStates, output_dir: Path) -> Path | None:
-    """Return the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder."""
+    Raises where there is none of that name, or where a new run would go on in the folder of an old one.
+    """
     newest = states.newest()
     if num_restarts():
         resume = "auto"  # torchrun has started this again: what was asked for has been done already
     if resume is None:
         if newest is not None:
             raise UsageError(
-                f"{output_dir} holds a training already, up to {newest.name}.",
+                f"{states.folder.parent} holds a training already, up to {newest.name}.",
                 fix="Go on with it with --resume auto, or give another --output-dir.",
             )
         return None
-    path = newest if resume == "auto" else Path(resume)
-    if path is None or newest is None:
-        return path
-    if path.resolve() != newest.resolve() and path.resolve().parent == newest.resolve().parent:
+    if resume == "auto":
+        return newest
+    path = Path(resume)
+    check_state(path)
+    if newest is not None and path.resolve() != newest.resolve() and path.resolve().parent == newest.resolve().parent:
         raise UsageError(
             f"{newest} is newer than {path}.",
             why="going on from the older one would leave two histories in one folder.",
@@ -231,9 +230,15 @@ def _find_state(resume: str | None, states: TrainingStates, output_dir: Path) ->
     return path
 
 
-def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:
-    """Load the state that ``resume`` names, if there is one."""
-    path = _find_state(resume, states, output_dir)
+def saved_facts(config: TrainingConfig) -> TrainingState | None:
+    """Return the state that a run will go on from, without its tensors; None for one that starts."""
+    path = find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep))
+    return load_facts(path) if path is not None else None
+
+
+def resume_run(resume: str | None, loop: Loop, states: TrainingStates) -> None:
+    """Load the state to go on from, where there is one."""
+    path = find_state(resume, states)
     if path is None:
         if resume is not None or num_restarts():
             say(f"There is no state in {states.folder} yet; starting from the beginning")
