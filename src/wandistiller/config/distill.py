@@ -198,14 +198,14 @@ class DistillConfig(TransformerTrainingConfig):
             raise UsageError(f"--noisy-latents {source} needs prompts.", fix="Give --data-path.")
         if self.data_weight and source != "dataset":
             raise UsageError("--data-weight needs a data set.", fix="Give --dataset-path.")
+        if self.cache_teacher and source == "noise":
+            raise UsageError("--cache-teacher is for a data set.", fix="Leave it away.")
         if self.refresh_every and not self.is_stored:
             raise UsageError(
                 "--refresh-every is for what is kept of the teacher.",
                 why="it is asked anew in every step anyway.",
                 fix="Leave it away, or add --cache-teacher.",
             )
-        if self.cache_teacher and source == "noise":
-            raise UsageError("--cache-teacher is for a data set.", fix="Leave it away.")
 
     @property
     def noisy_source(self) -> str:
