@@ -188,7 +188,7 @@ def test_an_adapter_is_of_the_run_that_it_lies_beside(tmp_path):
     both = {**QUICK, **PROMPTS, "student_config": path, "output_dir": run}
     distill(**both, num_steps=1)
     made = ChannelAdapter.load(run / "channel_adapter")
-    assert made.student_channels == 4
+    assert made.student_channels == 4 and made.kind == "pca"
     changed = replace(made, mean=made.mean + 1)
     changed.save(run / "channel_adapter")
     distill(**both, num_steps=2, resume="auto")

@@ -148,6 +148,18 @@ def test_samples_have_the_text_of_their_caption(tmp_path):
     assert len(samples.buckets) == len(samples) == 10
 
 
+@pytest.mark.parametrize(("sigmas", "taken"), [((0.9, 0.5, 0.3, 0.7), [1, 2]), ((0.9, 0.8, 0.6, 0.6), [2, 3])])
+def test_data_are_where_the_teacher_points_to_from_the_least_noise(tmp_path, sigmas, taken):
+    whole = RecordPlan({}, SHAPE, [Shard(range(4), range(1), "origin", 4)])
+    asked = replace(ask(whole.shards[0]), sigma=torch.tensor(sigmas))
+    records = TeacherRecords(tmp_path / "r", whole)
+    records.fill(lambda shard: asked, ALONE)
+    found = list(RecordSamples(records, Bucket(1, 24, 24), lambda item: torch.zeros(2, 3)).some_data(9))
+    assert len(found) == len(taken)
+    for data, row in zip(found, taken, strict=True):
+        torch.testing.assert_close(data[0], asked.noisy[row] - sigmas[row] * asked.target[row], atol=5e-3, rtol=1e-3)
+
+
 def test_samples_have_what_they_are_made_of_where_it_is_wanted(tmp_path):
     records = TeacherRecords(tmp_path / "r", plan())
     records.fill(ask, ALONE)
