@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from wandistiller.api import distill, sample
 from wandistiller.cli.main import main
 from wandistiller.config.distill import StrategyName
-from wandistiller.errors import WanDistillerError
+from wandistiller.errors import UsageError, WanDistillerError
+from wandistiller.models.channel_adapter import ChannelAdapter, random_adapter
 
 SIZE = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {
@@ -129,6 +131,20 @@ def test_stored_answers_are_asked_for_once(tmp_path, two_layers, monkeypatch):
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+def test_stored_answers_and_real_latents_add_up(tmp_path, two_layers):
+    """The losses of a step with both are those of a step with each, on the same draws."""
+    both = {**QUICK, **DATASET, "student_config": two_layers, "cache_teacher": True, "teacher_draws": 1, "num_steps": 1}
+    distill(**both, output_dir=tmp_path / "both", data_weight=0.5)
+    line = json.loads((tmp_path / "both" / "metrics.jsonl").read_text().splitlines()[0])
+    assert line["loss"] == pytest.approx(line["output_loss"] + 0.5 * line["data_loss"], rel=1e-5)
+    distill(**both, output_dir=tmp_path / "output")
+    assert line["output_loss"] == pytest.approx(losses(tmp_path / "output")[0], rel=1e-6)
+    # Where nothing is stored the first epoch draws what draw 0 is: noise and sigma of (seed, 0, sample).
+    live = {**both, "cache_teacher": False, "output_weight": 0.0, "data_weight": 1.0}
+    distill(**live, output_dir=tmp_path / "data")
+    assert line["data_loss"] == pytest.approx(losses(tmp_path / "data")[0], rel=1e-3)
+
+
 def test_guidance_is_learnt(tmp_path):
     """A student that is the teacher still has to learn what guidance adds, from either kind of question."""
     path = tmp_path / "student.json"
@@ -139,10 +155,16 @@ def test_guidance_is_learnt(tmp_path):
         assert losses(tmp_path / name)[0] > 1e-5
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers):
-    both = {**QUICK, **PROMPTS, "student_config": two_layers, "num_prompts": 8, "use_ema": True}
-    distill(**both, output_dir=tmp_path / "straight", num_steps=4)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers, monkeypatch):
+    both = {**QUICK, **PROMPTS, "student_config": two_layers, "use_ema": True}
+    distill(**both, output_dir=tmp_path / "straight", num_prompts=3, num_steps=4)
+    # Two steps of four samples take three prompts of three steps each; two more steps change nothing about that.
     distill(**both, output_dir=tmp_path / "run", num_steps=2)
+    monkeypatch.setattr("wandistiller.train.teacher.Teacher.answer", lambda *a, **k: pytest.fail("asked again"))
+    with pytest.raises(UsageError, match="3 prompts, and --num-prompts is 4"):
+        distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto", num_prompts=4)
+    with pytest.raises(UsageError, match="guidance was 1"):
+        distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto", guidance_scale=3.0)
     distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto")
     name = "model/transformer/diffusion_pytorch_model.safetensors"
     straight, resumed = (load_file(tmp_path / folder / name) for folder in ("straight", "run"))
@@ -158,6 +180,36 @@ def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
     assert len(list((run / "samples" / "step-00000002").glob("*.png"))) == 3
     ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
     assert ours[0].latents.shape[0] == 8, "the VAE's channels"
+
+
+def test_refreshed_answers_come_from_new_noise_and_resume_to_the_bit(tmp_path, two_layers):
+    both = {**QUICK, **PROMPTS, "student_config": two_layers, "num_prompts": 6, "refresh_every": 2}
+    distill(**both, output_dir=tmp_path / "straight", num_steps=5)
+    refreshed = tmp_path / "straight" / "cache" / "refreshed"
+    assert {path.name.split("-")[2] for path in refreshed.glob("*/shard-*")} == {"0002"}, "the last round alone"
+    distill(**both, output_dir=tmp_path / "run", num_steps=3)
+    # The state is of the middle of a round, whose answers are made again.
+    shutil.rmtree(tmp_path / "run" / "cache" / "refreshed")
+    distill(**both, output_dir=tmp_path / "run", num_steps=5, resume="auto")
+    name = "model/transformer/diffusion_pytorch_model.safetensors"
+    straight, resumed = (load_file(tmp_path / folder / name) for folder in ("straight", "run"))
+    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+    assert losses(tmp_path / "straight") == losses(tmp_path / "run")
+
+
+def test_an_adapter_is_of_the_run_that_it_lies_beside(tmp_path):
+    path = tmp_path / "student.json"
+    path.write_text(json.dumps({"depth": 2, "latent_channels": 4}))
+    run, left = tmp_path / "run", random_adapter(8, 5, seed=3)
+    left.save(run / "channel_adapter")
+    both = {**QUICK, **PROMPTS, "student_config": path, "output_dir": run}
+    distill(**both, num_steps=1)
+    made = ChannelAdapter.load(run / "channel_adapter")
+    assert made.student_channels == 4 and made.kind == "pca"
+    changed = replace(made, mean=made.mean + 1)
+    changed.save(run / "channel_adapter")
+    distill(**both, num_steps=2, resume="auto")
+    assert torch.equal(ChannelAdapter.load(run / "channel_adapter").mean, changed.mean)
 
 
 def test_the_students_description_says_what_it_is_trained_at(tmp_path, monkeypatch):
@@ -237,6 +289,11 @@ BAD = {
     "named layers and a choice": ({"student": {"layers": [0, 2]}, "layer_choice": "importance"}, "names its layers"),
     "a choice without layers": ({"student_init": "random", "layer_choice": "importance"}, "--student-init teacher"),
     "features without the teacher": ({"feature_weight": 1.0}, "--feature-weight"),
+    "nothing to keep": (
+        {"data_path": None, **DATASET, "cache_teacher": True, "output_weight": 0.0, "data_weight": 1.0},
+        "--cache-teacher",
+    ),
+    "nothing to refresh": ({"data_path": None, **DATASET, "refresh_every": 2}, "--refresh-every"),
     "guidance without a scale": ({"guidance_weight": 1.0}, "--guidance-scale"),
 }
 

@@ -356,14 +356,14 @@ def test_bad_media_can_be_left_out(pipeline, data):
 
 
 def test_what_training_checks_before_its_first_step(pipeline, encoded):
-    from wandistiller.data.latent_cache import fingerprint_vae
+    from wandistiller.data.cache_files import fingerprint_model
     from wandistiller.models.stored import VAE, inspect_checkpoint
 
     folder = encoded / ".cache"
     vae = inspect_checkpoint(pipeline / "vae", VAE)
     source = open_source(encoded).source
     assigned = assign_buckets(source, plan_buckets(vae.config, 64, 64, (5,), 2.0))
-    cache = LatentCache(folder, vae=fingerprint_vae(vae))
+    cache = LatentCache(folder, vae=fingerprint_model(vae))
     cache.check(source, assigned.buckets)
     for index, bucket in enumerate(assigned.buckets):
         latents = cache.read(source.name(index), bucket)

@@ -203,3 +203,10 @@ def load_state(path: Path, like: Callable[[str], Tensor | None] = lambda name: N
     with _own_errors(path):
         dcp.load(tensors, storage_reader=reader, no_dist=True)  # each rank reads for itself, whoever else there is
     return TrainingState(content["step"], tensors, content["facts"])
+
+
+def load_facts(path: Path) -> TrainingState:
+    """Read a state without its tensors."""
+    check_state(path)
+    content = json.loads((path / _FACTS).read_text(encoding="utf-8"))
+    return TrainingState(content["step"], {}, content["facts"])

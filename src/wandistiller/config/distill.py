@@ -87,6 +87,10 @@ class DistillConfig(TransformerTrainingConfig):
     """Ask the teacher once about the data set and keep what it says on disk, so that training needs no teacher in memory.
     Trajectories are always kept."""
 
+    refresh_every: int = 0
+    """Steps after which trajectories, or the answers of --cache-teacher, are replaced by others from new noise; 0 never does.
+    The teacher is loaded again for that, beside the student, and asked as much as at the start."""
+
     teacher_draws: int = 4
     """With --cache-teacher: noise and sigmas that are drawn for each sample of the data set."""
 
@@ -146,6 +150,11 @@ class DistillConfig(TransformerTrainingConfig):
                 "What is kept of the teacher is one velocity, with guidance or without.",
                 fix="Add --output-weight 0 to learn the guided one.",
             )
+        if self.cache_teacher and not (self.output_weight or self.guidance_weight or self.feature_weight):
+            raise UsageError(
+                "--cache-teacher keeps what the teacher says, and no objective learns from it.",
+                fix="Leave it away, or give --output-weight 1.",
+            )
         if self.feature_weight and self.is_stored:
             raise UsageError(
                 "--feature-weight needs the teacher in memory.",
@@ -169,6 +178,7 @@ class DistillConfig(TransformerTrainingConfig):
             ("--expert-steps", self.expert_steps, 1),
             ("--teacher-context-parallel", self.teacher_context_parallel, 1),
             ("--teacher-draws", self.teacher_draws, 1),
+            ("--refresh-every", self.refresh_every, 0),
         )
         parse_resident(self.teacher_resident, "--teacher-resident")
 
@@ -223,6 +233,12 @@ class DistillConfig(TransformerTrainingConfig):
             )
         if self.cache_teacher and source == "noise":
             raise UsageError("--cache-teacher is for a data set.", fix="Leave it away.")
+        if self.refresh_every and not self.is_stored:
+            raise UsageError(
+                "--refresh-every is for what is kept of the teacher.",
+                why="it is asked anew in every step anyway.",
+                fix="Leave it away, or add --cache-teacher.",
+            )
 
     @property
     def noisy_source(self) -> str:
@@ -235,6 +251,11 @@ class DistillConfig(TransformerTrainingConfig):
     def is_stored(self) -> bool:
         """Whether the teacher's answers are on disk before the first step."""
         return self.noisy_source == "trajectories" or self.cache_teacher
+
+    @property
+    def asks_while_training(self) -> bool:
+        """Whether the teacher has to have room beside the student, in every step or now and then."""
+        return not self.is_stored or self.refresh_every > 0
 
     @property
     def strategy(self) -> str:

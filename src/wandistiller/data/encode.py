@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.data.buckets import Bucket, make_buckets
+from wandistiller.data.cache_files import fingerprint_model
 from wandistiller.data.claims import CLAIM_SECONDS, Claims, share
-from wandistiller.data.latent_cache import LatentCache, fingerprint_vae
+from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.sources import BadItem, Source, assign_buckets, is_world, open_source, refuse
 from wandistiller.data.text_cache import EMPTY_NAME, TextCache, entry, fingerprint_text_encoder
 from wandistiller.distributed.ranks import rank_device, read_ranks
@@ -190,7 +191,7 @@ def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path", patch: 
         buckets=assigned.buckets,
         bad=[*opened.bad, *assigned.bad],
         texts=TextCache(folder, encoder=encoder, dtype=None if config.dtype == "auto" else config.dtype),
-        latents=LatentCache(folder, vae=fingerprint_vae(vae), dtype=None if config.vae_dtype == "auto" else config.vae_dtype),
+        latents=LatentCache(folder, vae=fingerprint_model(vae), dtype=None if config.vae_dtype == "auto" else config.vae_dtype),
         claims=Claims(folder / ".claims"),
     )
 

@@ -6,7 +6,7 @@ seeded by the run's seed, the epoch and the sample. It is the same on any number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,7 +88,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 def load_steps(
     reader: SampleReader, steps: StepPlan, *, start: int, rank: int, seed: int, workers: int
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch]]:
     """Yield a rank's micro-batches step by step, endlessly, from a position on; read ahead by ``workers`` processes."""
 
     def planned() -> Iterator[MicroBatch]:

@@ -22,6 +22,9 @@ class Callback:
     def started(self, loop: Loop) -> None:
         """Before the first step of this process."""
 
+    def stepping(self, loop: Loop) -> None:
+        """Before every step."""
+
     def stepped(self, loop: Loop) -> None:
         """After every step."""
 

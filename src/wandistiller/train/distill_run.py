@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,11 +34,11 @@ from wandistiller.memory.shared_host import ranks_here
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.works import Training
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
-from wandistiller.models.devices import DTYPES
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
 from wandistiller.train.across_ranks import AcrossRanks
+from wandistiller.train.asking import Asking, RefreshAnswers
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob, prepare_distillation
 from wandistiller.train.ema import MovingAverage, in_use
@@ -52,13 +52,13 @@ from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
-from wandistiller.train.prediction import distill_work, planned_pixels
-from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
+from wandistiller.train.prediction import distill_phase, distill_work, planned_pixels
+from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
-from wandistiller.train.runs import Run, exit_code
+from wandistiller.train.runs import Run, exit_code, saved_facts
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
-from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches
+from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches, teacher_dtype
 from wandistiller.train.transformer_data import encode_held_out
 from wandistiller.units import Bytes
 
@@ -79,6 +79,16 @@ class Distilled:
     exit_code: int = 0
 
 
+@dataclass(frozen=True)
+class _Lessons:
+    """What the student learns from."""
+
+    samples: Any
+    facts: Mapping[str, Any]
+    """What a run that goes on has to have the same."""
+    callbacks: Sequence[Callback] = ()
+
+
 def run_distill(config: DistillConfig) -> Distilled:
     """Do the whole job."""
     job = _settle(prepare_distillation(config))
@@ -92,22 +102,27 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     shapes = Shapes.of(job.vae.config, job.teacher_config)
     predicted_by = as_settled(config, job.parallel)
     monitor = Monitor([job.device], lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure))
-    questions = open_questions(job)
+    before = saved_facts(config, ranks)
+    saved = before.facts.get("data", {}) if before is not None else {}
+    questions = open_questions(job, saved)
     assert config.teacher_path is not None
     held_out = encode_held_out(config, config.teacher_path, job.device, job.patch)
     with monitor.phase("loading", "teacher"):
         teacher = _make_teacher(job, questions, ranks)
-    samples: Any = questions.samples
+    lessons = _Lessons(questions.samples, {"num_prompts": len(questions.samples)} if job.prompts is not None else {})
     if config.is_stored:
-        with monitor.phase("asking the teacher", "teacher"):
-            samples = ask_once(job, questions, teacher, ranks)
+        assert teacher is not None  # the configuration has been checked for something to ask
+        asking = Asking(job, questions, teacher, ranks, monitor, before.step if before is not None else 0)
+        asking.check(saved.get("answers"))
+        samples = asking.ask()
+        lessons = _Lessons(samples, {**lessons.facts, "answers": asking.facts()}, [RefreshAnswers(asking, samples)])
     scores = None
     if config.layer_choice == "importance":
         with monitor.phase("scoring layers", "teacher"):
-            scores = _score_layers(job, samples, teacher, ranks)
+            scores = _score_layers(job, lessons.samples, teacher, ranks)
     if config.is_stored and teacher is not None:
         teacher.release()
-    adapter = _make_adapter(job, questions, samples, ranks)
+    adapter = _make_adapter(job, questions, lessons.samples, ranks, goes_on=before is not None)
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,
@@ -121,7 +136,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
             device=torch.device("cpu") if job.parallel.is_sharded else job.device,
             prepare=fold_padding if questions.folds_padding else None,
         )
-    return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends, adapter)
+    return _train(job, ranks, monitor, student, teacher, questions, lessons, held_out, ends, adapter)
 
 
 def _settle(job: DistillJob) -> DistillJob:
@@ -131,7 +146,7 @@ def _settle(job: DistillJob) -> DistillJob:
     def work(config: DistillConfig, hardware: Hardware) -> Training:
         found = distill_work(config, shapes, job.plan.config, hardware, planned_pixels(config, shapes.vae))
         # One that finds its own place, or is shared by ranks, takes what the student leaves.
-        is_beside = not config.is_stored and config.strategy not in ("auto", "gpu0", "sharded")
+        is_beside = config.asks_while_training and config.strategy not in ("auto", "gpu0", "sharded")
         return found if is_beside else replace(found, teacher=None)
 
     return replace(job, parallel=settle_parallel(job.config, job.device, work))
@@ -152,8 +167,7 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
         return None
     name = config.strategy
     serves = name == "gpu0" and ranks.world_size > 1
-    dtype = torch.bfloat16 if config.teacher_dtype == "float8" else DTYPES.get(config.teacher_dtype)
-    dtype = dtype or (torch.bfloat16 if job.device.type == "cuda" else torch.float32)
+    dtype = teacher_dtype(config.teacher_dtype, job.device)
     if name == "sharded":
         placement: Placement = AcrossRanks(_teacher_mesh(job, ranks))
     else:
@@ -191,7 +205,7 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
 
 def _student_room(job: DistillJob, questions: Questions) -> Bytes | None:
     """Return what has to be left free for the student, where it is trained beside the teacher."""
-    if job.config.is_stored:
+    if not job.config.asks_while_training:
         return None
     hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
     config = as_settled(job.config, job.parallel)
@@ -237,12 +251,12 @@ def _train(
     student: Student,
     teacher: Teaches | None,
     questions: Questions,
-    samples: Any,
+    lessons: _Lessons,
     held_out: EncodedData | None,
     ends: ExitStack,
     adapter: ChannelAdapter | None,
 ) -> Distilled:
-    config, role = job.config, Role("student", student.model, is_trained=True)
+    config, samples, role = job.config, lessons.samples, Role("student", student.model, is_trained=True)
     blocks = list(student.model.get_submodule("blocks").children())
     if config.torch_compile:
         for block in blocks:
@@ -267,7 +281,7 @@ def _train(
         max_text_tokens=job.plan.text_max_length,
     )
     average = run.make_average(role)
-    callbacks: list[Callback] = [WatchHealth()]
+    callbacks: list[Callback] = [*lessons.callbacks, WatchHealth()]
     validation = open_data(job, held_out, questions.folds_padding) if held_out is not None else None
     measure = None
     if validation is not None:
@@ -292,7 +306,9 @@ def _train(
     about = _describe(job, run, student)
     foresee = _foresee(job, samples, teacher) if run.can_be_foreseen else None
     optimisations = {role.name: optimisation}
-    stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
+    stopped = run.train(
+        method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee, data=lessons.facts
+    )
     output = None
     if stopped.signal is None:
         with monitor.phase("writing the result", "student"):
@@ -306,8 +322,7 @@ def _foresee(job: DistillJob, samples: Any, teacher: Teaches | None) -> Callable
 
     def make(hardware: Hardware) -> Phase:
         work = distill_work(job.config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape)
-        is_asked = teacher is not None and not job.config.is_stored
-        return (work if is_asked else replace(work, teacher=None)).phase(hardware)
+        return distill_phase(job.config, work if teacher is not None else replace(work, teacher=None), hardware)
 
     return make
 
@@ -320,13 +335,17 @@ def _stretches(job: DistillJob) -> Stretches | None:
     return Stretches([replace(job.sigma, low=boundary), replace(job.sigma, high=boundary)], job.config.expert_steps)
 
 
-def _make_adapter(job: DistillJob, questions: Questions, samples: Any, ranks: Ranks) -> ChannelAdapter | None:
-    """Return the map to the student's channels, where they are others: made once, at the start of the run."""
+def _make_adapter(job: DistillJob, questions: Questions, samples: Any, ranks: Ranks, *, goes_on: bool) -> ChannelAdapter | None:
+    """Return the map to the student's channels, where they are others: made once, at the start of the run.
+
+    One that is there is taken by a run that goes on; else it is of something else that was tried in the same folder.
+    """
     channels = job.plan.config["in_channels"]
     if channels == job.teacher_config["in_channels"]:
         return None
     folder = job.config.output_dir / "channel_adapter"
-    if ranks.is_first and not (folder / CONFIG_NAME).is_file():
+    is_there = goes_on and (folder / CONFIG_NAME).is_file()
+    if ranks.is_first and not is_there:
         latents = list(_some_latents(questions, samples))
         if channels < job.teacher_config["in_channels"] and latents:
             adapter = fit_adapter(channels, latents)

@@ -8,9 +8,9 @@ that gave it.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -46,6 +46,8 @@ class LoopOptions:
     workers: int = 0
     seed: int = 0
     precision: MixedPrecision = "no"
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the samples are of, kept in every state for whoever goes on."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Loop:
         self._counts: dict[str, int] = {}
         self._signal: int | None = None
         self._saved_step = -1
+        self._steps: Generator[list[Batch]] | None = None
 
     @property
     def epoch(self) -> float:
@@ -127,19 +130,12 @@ class Loop:
         """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
         with self._interrupts(), self._training_together(), self._saves or nullcontext():
             self._tell("started")
-            steps = load_steps(
-                self._reader,
-                self._plan,
-                start=self.position,
-                rank=self.ranks.rank,
-                seed=self.options.seed,
-                workers=self.options.workers,
-            )
             self.clock = StepClock(self.device)
             first, since, seconds = self.step, self.step, 0.0
             while self.step < self.options.num_steps and not self._was_interrupted():
+                self._tell("stepping")
                 doing.note(f"in step {self.step + 1}, waiting for data")
-                self._take_step([batch.to(self.device) for batch in next(steps)])
+                self._take_step([batch.to(self.device) for batch in self._next_batches()])
                 if self.step % self.options.log_every == 0 or self.step == self.options.num_steps:
                     values = self._read_metrics()
                     now = self.clock.seconds
@@ -155,12 +151,31 @@ class Loop:
             if self._saved_step != self.step:
                 self._save(goes_on=False)
             saved = self._finish_saving()
+            self.read_anew()
             self._tell("ended")
         return Stopped(self.step, self._signal, saved)
 
     def _note_doing(self, what: str) -> None:
         """Say what begins in this step; on a card the host may come to wait for other ranks in any of it."""
         doing.note(f"in step {self.step + 1}, {what}", waits_for_ranks=True)
+
+    def read_anew(self) -> None:
+        """Forget what was read ahead: samples are others from here on."""
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None
+
+    def _next_batches(self) -> list[Batch]:
+        if self._steps is None:
+            self._steps = load_steps(
+                self._reader,
+                self._plan,
+                start=self.position,
+                rank=self.ranks.rank,
+                seed=self.options.seed,
+                workers=self.options.workers,
+            )
+        return next(self._steps)
 
     def _was_interrupted(self) -> bool:
         """Say whether a signal has reached some rank; all of them then end alike, whoever got it."""
@@ -228,6 +243,7 @@ class Loop:
         tensors: dict[str, Tensor] = {}
         place = self._places.describe(self.position)
         facts: dict[str, Any] = {"position": self.position, "place": place, "generators": generators, "optimisers": {}}
+        facts["data"] = dict(self.options.data)
         # Optimisers first: one that works on the host may still be updating weights.
         for name, optimisation in self.optimisations.items():
             own, facts["optimisers"][name] = optimisation.state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -94,15 +95,26 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
         assert work.teacher is not None
         asking = Passes(use=work.teacher, placing=work.teacher_placing, passes=work.teacher_passes)
         phases.append(asking.phase(hardware, name="asking the teacher", num_steps=config.rollout_steps))
-        work = replace(work, teacher=None)
-    training = work.phase(hardware, num_steps=config.num_steps or 1000)
+    training = distill_phase(config, work, hardware, num_steps=config.num_steps or 1000)
     count = plan.num_parameters()
     disk = [Item("student", "states", "disk", _state_bytes(count, config)), Item("student", "result", "disk", Bytes(4 * count))]
     if config.is_stored:
         records = (config.num_prompts or 1) * config.rollouts_per_prompt * config.rollout_steps
         latents = torch.Size(work.student.latent_shape).numel()
-        disk.append(Item("teacher", "records", "disk", Bytes(8 * records * latents)))
+        # Where they are replaced: the first round, the last one, and the next while it is made.
+        rounds = 3 if config.refresh_every else 1
+        disk.append(Item("teacher", "records", "disk", Bytes(rounds * 4 * records * latents)))
     return Estimate(phases=(*phases, training), disk=tuple(disk))
+
+
+def distill_phase(config: DistillConfig, work: Training, hardware: Hardware, *, num_steps: int = 1) -> Phase:
+    """Return what the training takes: beside a teacher that is asked in every step, now and then, or not any more."""
+    alone = replace(work, teacher=None)
+    if not config.asks_while_training:
+        return alone.phase(hardware, num_steps=num_steps)
+    found = work.phase(hardware, num_steps=num_steps)
+    is_seldom_asked = config.is_stored and math.isfinite(found.seconds)
+    return replace(found, seconds=alone.seconds(hardware)) if is_seldom_asked else found
 
 
 def distill_work(
@@ -135,7 +147,7 @@ def distill_work(
             name="teacher",
             config=shapes.transformers[0],
             latent_shape=latents,
-            batch_size=config.rollout_batch if config.noisy_source == "trajectories" else config.batch_size,
+            batch_size=config.rollout_batch if config.is_stored else config.batch_size,
             dtype=_teacher_dtype(config, hardware),
             is_streamed=placing.is_streamed,
         ),

@@ -46,14 +46,14 @@ def find_distill_remedies(config: DistillConfig, shapes: Shapes, student: Mappin
         held = failure.in_use + (failure.asked or 0)
         found = [Remedy(changes={"rollout_batch": half}, saves=Bytes(held // 3), slowdown=1.1)]
         return [*found, *_compared(config, list(_teacher_ways(config)), _distill_work(shapes, student))]
-    ways = [*_teacher_ways(config), *_activation_ways(config)] if not config.is_stored else list(_activation_ways(config))
+    ways = [*_teacher_ways(config), *_activation_ways(config)] if config.asks_while_training else list(_activation_ways(config))
     return _compared(config, ways, _distill_work(shapes, student))
 
 
 def _distill_work(shapes: Shapes, student: Mapping[str, Any]) -> Callable[[DistillConfig, Hardware], Training]:
     def work(changed: DistillConfig, hardware: Hardware) -> Training:
         found = distill_work(changed, shapes, student, hardware, planned_pixels(changed, shapes.vae))
-        return replace(found, teacher=None) if changed.is_stored else found
+        return found if changed.asks_while_training else replace(found, teacher=None)
 
     return work
 

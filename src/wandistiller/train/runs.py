@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wandistiller.checkpoint.training_state import TrainingStates, check_state, load_state
+from wandistiller.checkpoint.training_state import TrainingState, TrainingStates, check_state, load_facts, load_state
 from wandistiller.config.toml_file import write_config
 from wandistiller.config.training import TrainingConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
@@ -145,10 +145,12 @@ class Run:
         callbacks: Sequence[Callback] = (),
         about: Sequence[str] = (),
         foresee: Callable[[Hardware], Phase] | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> Stopped:
         """Take all steps from the start or the state to resume from; ``about`` is said on rank 0 before the first.
 
         ``foresee`` says what the training will take, which is told before the first step, and against what it took at the end.
+        ``data`` is what the samples are of, kept in every state.
         """
         config = self.config
         first: list[Callback] = [KeepAverage(average)] if average is not None else []
@@ -165,6 +167,7 @@ class Run:
                 workers=config.workers,
                 seed=config.seed,
                 precision=self.precision,
+                data=data or {},
             ),
             device=self.device,
             ranks=self.ranks,
@@ -225,6 +228,13 @@ def find_state(resume: str | None, states: TrainingStates, restarts: int = 0) ->
             fix=f"Copy {path.name} and give another --output-dir, or move the newer ones away.",
         )
     return path
+
+
+def saved_facts(config: TrainingConfig, ranks: Ranks) -> TrainingState | None:
+    """Return the state that a run will go on from, without its tensors; None for one that starts."""
+    states = TrainingStates(config.output_dir / "states", config.keep)
+    path = find_state(config.resume, states, ranks.largest(num_restarts()))
+    return load_facts(path) if path is not None else None
 
 
 def resume_run(resume: str | None, loop: Loop, states: TrainingStates) -> None:

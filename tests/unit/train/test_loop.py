@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -242,6 +243,28 @@ def test_a_turn_is_finished_with_its_new_weights():
     make_loop(steps=1, method=method, accumulation=2).run()
     assert len(found) == 2
     assert not torch.equal(found[0], before) and not torch.equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_change_are_read_anew(workers):
+    """From the step at which they change, however much was read ahead; the order goes on."""
+
+    class Change(Callback):
+        def stepping(self, loop):
+            if loop.step == 3:
+                loop.read_anew()
+                loop._reader.targets += 100
+
+    reader, order = ToyReader(), make_loop(steps=5)
+    order.run()
+    loop = make_loop(steps=5, reader=reader, workers=workers, callbacks=[Change()])
+    found, original = [], loop.method.losses
+    loop.method.turns = (replace(loop.method.turns[0], losses=lambda batch: found.append(batch) or original(batch)),)
+    before = reader.targets.clone()
+    loop.run()
+    assert loop.method.seen == order.method.seen
+    for step, batch in enumerate(found):
+        torch.testing.assert_close(batch.tensors["target"], before[batch.tensors["index"]] + 100 * (step >= 3))
 
 
 def test_old_states_are_retired(tmp_path):
