@@ -159,7 +159,7 @@ class TeacherRecords:
                 if counts:
                     self._write(shard, found)
                 advance(shard.num_records)
-        ranks.wait()
+        ranks.wait_long()
         _open.cache_clear()  # what was made again has the name of what was there
         if ranks.is_first:
             self._write_about(complete=True)

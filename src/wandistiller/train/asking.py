@@ -200,10 +200,11 @@ class RefreshAnswers(Callback):
     def stepping(self, loop: Loop) -> None:
         number = self._asking.round_at(loop.step)
         if number != self._asking.round_number:
-            loop.read_anew()
-            self._asking.round_number = number
-            self._samples.records = self._asking.records()
-            self._asking.release()
+            with loop.clock.pause():
+                loop.read_anew()
+                self._asking.round_number = number
+                self._samples.records = self._asking.records()
+                self._asking.release()
 
 
 def _made_of(samples: CachedSamples, seed: int, item: int, draw: int) -> dict[str, Tensor]:

@@ -398,5 +398,5 @@ def _write_result(
             follow_model(student.model)
     if ranks.is_first:
         say(f"Wrote {target}")
-    ranks.wait()
+    ranks.wait_long()
     return target

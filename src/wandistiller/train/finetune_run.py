@@ -342,5 +342,5 @@ def _write_result(job: _Job, ranks: Ranks, student: Role, average: MovingAverage
             follow_model(student.model)
     if ranks.is_first:
         say(f"Wrote {target}")
-    ranks.wait()
+    ranks.wait_long()
     return target

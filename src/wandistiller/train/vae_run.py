@@ -208,7 +208,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
         output = config.output_dir / "vae"
         with monitor.phase("measuring the latents", "vae"), in_use(average):
             _write_result(job, ranks, vae, output)
-        ranks.wait()
+        ranks.wait_long()
     return TrainedVae(stopped.step, output, measure.quality if measure else {}, exit_code(stopped, ranks))
 
 
@@ -279,6 +279,7 @@ def _write_result(job: _Job, ranks: Ranks, role: Role, output: Path) -> None:
         if ranks.is_first:
             mean, std = measure_latents(vae_pass.vae, job.samples, job.config.statistics_samples, job.device)
             vae_pass.vae.register_to_config(latents_mean=mean, latents_std=std)
+        ranks.wait_long()
     if not ranks.is_first:
         follow_model(vae_pass.vae)
         return

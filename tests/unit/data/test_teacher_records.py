@@ -134,6 +134,8 @@ def test_ranks_share_the_shards(tmp_path):
         def wait(self):
             pass
 
+        wait_long = wait
+
     (tmp_path / "r").mkdir()
     records.fill(lambda shard: asked.append(shard.items.start) or ask(shard), Second(1, 2, 1))
     assert asked == [4]
