@@ -11,10 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from wandistiller.config.command import flag_words
-from wandistiller.memory.estimates import Estimate, Phase, by_kind
+from wandistiller.memory.estimates import Estimate, Item, Phase, by_kind
 from wandistiller.memory.hardware import Hardware
 from wandistiller.plan.planner import Option, Plan
-from wandistiller.units import Bytes
+
+_MEANING = (
+    "On the card: what there is at the worst moment, which adds up to what is in use; in brackets, the most at another moment. "
+    "Reserved is what PyTorch holds then, with what it cannot use."
+)
 
 
 def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
@@ -83,24 +87,29 @@ def _title(plan: Plan, shown: Option) -> str:
 
 
 def _phases(estimate: Estimate, title: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=_MEANING, caption_justify="left")
     for name in ("phase", "what", "card", "host", "page-locked"):
         table.add_column(name, justify="left" if name in ("phase", "what") else "right")
     for phase in estimate.phases:
-        for number, ((role, kind), sizes) in enumerate(_rows(phase).items()):
+        for number, ((role, kind), cells) in enumerate(_rows(phase).items()):
             what = f"{role} {kind}".strip()
-            cells = [str(Bytes(sizes[where])) if sizes.get(where) else "" for where in ("device", "host", "page-locked")]
-            table.add_row(phase.name if number == 0 else "", what, *cells)
+            sizes = [cells.get(where, "") for where in ("device", "host", "page-locked")]
+            table.add_row(phase.name if number == 0 else "", what, *sizes)
         held = f"in use {phase.peak}, [bold]reserved {phase.reserved}[/bold]"
         table.add_row("", f"[bold]at most[/bold], {seconds_text(phase.seconds)} a step", held, end_section=True)
     return table
 
 
-def _rows(phase: Phase) -> dict[tuple[str, str], dict[str, int]]:
-    rows: dict[tuple[str, str], dict[str, int]] = {}
-    for (role, kind, where), size in by_kind(phase.items).items():
-        rows.setdefault((role, kind), {})[where] = size
+def _rows(phase: Phase) -> dict[tuple[str, str], dict[str, str]]:
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for (role, kind, where), item in by_kind(phase.items).items():
+        rows.setdefault((role, kind), {})[where] = str(item.at_peak) if item.at_peak == item.size else _twice(item)
     return rows
+
+
+def _twice(item: Item) -> str:
+    """What there is at the worst moment, and in brackets the most that there is at another."""
+    return f"{item.at_peak or '-'} ({item.size})"
 
 
 def _ranking(plan: Plan, top: int) -> Table:
@@ -144,7 +153,14 @@ def _option(option: Option) -> dict[str, Any]:
                 "reserved": int(phase.reserved),
                 "seconds": _number(phase.seconds),
                 "items": [
-                    {"role": item.role, "kind": item.kind, "where": item.where, "bytes": int(item.size)} for item in phase.items
+                    {
+                        "role": item.role,
+                        "kind": item.kind,
+                        "where": item.where,
+                        "bytes": int(item.size),
+                        "at_peak": int(item.size if item.at_peak is None else item.at_peak),
+                    }
+                    for item in phase.items
                 ],
             }
             for phase in option.estimate.phases

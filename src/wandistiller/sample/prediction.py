@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
@@ -11,7 +13,7 @@ from wandistiller.memory.estimates import Estimate, Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Use
-from wandistiller.memory.works import Passes
+from wandistiller.memory.works import Passes, foreseen_placing
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes
@@ -29,13 +31,11 @@ def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
     is_picture = config.output.suffix.lower() in PICTURE_SUFFIXES
     frames = config.frames or (1 if is_picture else size.frames)
     latents = latent_shape(shapes.vae, (frames, config.height or size.height, config.width or size.width))
-    name = "gpu" if config.placement_name == "auto" else config.placement_name
-    resident = 0 if config.resident == "auto" or name != "offload" else int(config.resident)
-    placing = Placing(name=name, resident=resident, eight_bit=config.eight_bit)
+    placing = _placing(config)
     phases: list[Phase] = []
     encoder = shapes.text_encoder_model() if config.cond is None else None
     if encoder is not None:
-        streams = {"gpu": False, "offload": True, "disk": True}.get(name)
+        streams = {"gpu": False, "offload": True, "disk": True}.get(config.placement_name)
         phases.append(text_phase(encoder, hardware, dtype, is_streamed=streams))
     scale = config.cfg_scale if config.cfg_scale is not None else size.guidance
     phases.append(_denoising(config, shapes, latents, dtype, placing, hardware, passes=1 if scale == 1 else 2))
@@ -44,6 +44,18 @@ def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
         decoding = Decoding(config=shapes.vae, latent_shape=latents, dtype=vae_dtype, is_tiled=config.vae_tiling)
         phases.append(decoding.phase(hardware))
     return Estimate(phases=tuple(phases))
+
+
+def _placing(config: SampleConfig) -> Placing:
+    """Return where the transformer lives; ``auto`` is the card until it has been chosen."""
+    name = "gpu" if config.placement_name == "auto" else config.placement_name
+    return Placing(
+        name=name,
+        resident=0 if config.resident == "auto" or name != "offload" else int(config.resident),
+        eight_bit=config.eight_bit,
+        device_map=config.device_map,
+        max_memory=config.max_memory,
+    )
 
 
 def _denoising(
@@ -66,7 +78,11 @@ def _denoising(
     # The solver holds noise, latents and a few velocities, in float32.
     held = (4 * config.batch_size * torch.Size(latents).numel(),) * 6
     work = Passes(use=use, placing=placing, passes=passes, held=held)
-    return work.phase(hardware, name="denoising", num_steps=config.steps)
+    found = work.phase(hardware, name="denoising", num_steps=config.steps)
+    if config.placement_name != "auto":
+        return found
+    chosen = foreseen_placing(use, found, hardware)
+    return replace(work, placing=chosen).phase(hardware, name="denoising", num_steps=config.steps)
 
 
 def _dtype(name: str, hardware: Hardware) -> torch.dtype:

@@ -154,7 +154,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
         about=[
             f"Training a VAE of {count / 1e6:.2f} M parameters for {run.num_steps} steps of {run.plan.num_samples(0)} samples"
         ],
-        foresee=_foresee(job) if run.can_be_foreseen else None,
+        foresee=_foresee(job) if not config.cuda_graphs else None,
     )
     output = None
     if stopped.signal is None:
