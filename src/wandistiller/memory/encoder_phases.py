@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wandistiller.memory.durations import step_seconds
-from wandistiller.memory.estimates import Item, Phase, by_kind, margin
+from wandistiller.errors import UsageError
+from wandistiller.memory.auto import choose
+from wandistiller.memory.durations import step_seconds, streamed
+from wandistiller.memory.estimates import HOST_SHARE, Item, Phase, by_kind, most_that_fits
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.placement import StreamPlan, Subject, find_placement
+from wandistiller.memory.scene import Scene
 from wandistiller.memory.stage import Stage
 from wandistiller.memory.tape import Tape
 from wandistiller.memory.tracing import materialise, recording
@@ -22,26 +26,91 @@ from wandistiller.models.stored import VAE, build_empty
 from wandistiller.models.vae_tiles import TILE, decode_tiled, encode_tiled
 from wandistiller.units import Bytes
 
+_CUDA = torch.device("cuda")
+TEXT_ROOM = Bytes(2**30)
+"""What is left free on a card beside the text encoder's weights, for what it computes with and for what is there already."""
+_TEXT_TOKENS = 512
 
-def text_phase(encoder: nn.Module, hardware: Hardware, dtype: torch.dtype, *, is_streamed: bool | None = None) -> Phase:
-    """Return the phase in which prompts are encoded: on the card where there is room, else streamed to it.
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoding:
+    """A prompt, as long as one can be, that becomes embeddings."""
+
+    encoder: nn.Module
+    """On the meta device."""
+    placing: str
+    resident: int = 0
+
+    @property
+    def subject(self) -> Subject:
+        return Subject(model=self.encoder, blocks=list(self.encoder.get_submodule("encoder.block").children()))
+
+    def run(self, encoder: Any, device: torch.device) -> None:
+        """Encode one prompt."""
+        ids, mask = (make(1, _TEXT_TOKENS, dtype=torch.long, device=device) for make in (torch.zeros, torch.ones))
+        encoder(ids, mask)
+
+    def phase(self, hardware: Hardware) -> Phase:
+        """Return what it takes."""
+        stage, subject = Stage("encoding text", hardware), self.subject
+        sizes = [tensor.nbytes for _, tensor in named_tensors(self.encoder)]
+        seconds = step_seconds(self._tape, {}, hardware if self.placing != "cpu" else replace(hardware, card=None))
+        if self.placing == "offload":
+            plan = StreamPlan(subject, 2, self.resident, quantise=False)
+            stage.stream("text encoder", plan, find_placement("offload", resident=self.resident).predict(subject, _CUDA))
+            seconds = streamed(seconds, plan.moved_bytes, hardware.bus_rate)
+        elif self.placing == "cpu":
+            stage.add("text encoder", "weights", "host", sum(sizes))
+            stage.add("text encoder", "working memory", "host", Scene().play(self._tape, {}).peak)
+        else:
+            stage.scene.hold("text encoder", "weights", sizes)
+        if self.placing != "cpu":
+            stage.scene.drop(stage.play_tape("text encoder", self._tape))
+        return replace(stage.finished(seconds.total), work=self)
+
+    @property
+    def _tape(self) -> Tape:
+        dtype = next(self.encoder.parameters()).dtype
+        key = ("text", self.encoder.config.to_json_string(), dtype)
+        if key not in _tapes:
+            _tapes[key] = record_once(copy.deepcopy(self.encoder), lambda encoder: self.run(encoder, torch.device("cpu")))
+        return _tapes[key]
+
+
+def text_phase(
+    encoder: nn.Module, hardware: Hardware, dtype: torch.dtype, *, is_streamed: bool | None = None, ranks: int = 1
+) -> Phase:
+    """Return the phase in which prompts are encoded, by so many ranks of a machine: on the card where there is room, else
+    streamed to it.
 
     ``is_streamed`` says it where it does not follow from the room.
     """
-    encoder = encoder.to(dtype)
-    stage = Stage("encoding text", hardware)
-    sizes = [tensor.nbytes for _, tensor in named_tensors(encoder)]
-    working = 2**28  # a few prompts of up to 512 tokens
-    if is_streamed is None:
-        is_streamed = hardware.card is not None and sum(sizes) + working + margin(sum(sizes)) + 2**30 > hardware.room
-    if is_streamed:
-        subject = Subject(model=encoder, blocks=list(encoder.get_submodule("encoder.block").children()))
-        footprint = find_placement("offload").predict(subject, torch.device("cuda"))
-        stage.stream("text encoder", StreamPlan(subject, 2, 0, quantise=False), footprint)
-    else:
-        stage.scene.hold("text encoder", "weights", sizes)
-    stage.scene.hold("text encoder", "activations", [working])
-    return stage.finished(sum(sizes) / (hardware.bus_rate if is_streamed else 1e12))
+    work = TextEncoding(encoder=encoder.to(dtype).eval(), placing="offload" if is_streamed else "gpu")
+    if is_streamed is None and hardware.card is not None:
+        room = Bytes(max(most_that_fits(hardware.room) - TEXT_ROOM, 0))
+        host = Bytes(int(hardware.host_memory * HOST_SHARE))
+        try:
+            choice = choose(work.subject, _CUDA, room, host, ranks)
+        except UsageError:  # too little of everything
+            return replace(work, placing="offload").phase(hardware)
+        work = replace(work, placing=choice.name, resident=getattr(choice.placement, "resident", 0))
+    return work.phase(hardware)
+
+
+def clip_phase(hardware: Hardware) -> Phase:
+    """Return the phase in which Wan's image encoder, CLIP's ViT-H in float32, looks at a picture."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    def empty() -> nn.Module:
+        sizes = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
+        with torch.device("meta"):
+            found: nn.Module = CLIPVisionModel(CLIPVisionConfig(**sizes, patch_size=14))
+        return found.requires_grad_(False)
+
+    def look(model: nn.Module) -> None:
+        model(pixel_values=torch.empty(1, 3, 224, 224), output_hidden_states=True)
+
+    return _Pass("clip", "image encoder", empty, look).phase("looking at the picture", hardware)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +156,7 @@ class Decoding:
     def _pass(self) -> _Pass:
         shape = self._kept_shape
         key = ("decode", str(sorted(self.config.items())), shape, self.dtype, self.is_tiled)
-        return _Pass(key, self._empty, lambda vae: self.run(vae, torch.empty(1, *shape, dtype=self.dtype)))
+        return _Pass(key, "vae", self._empty, lambda vae: self.run(vae, torch.empty(1, *shape, dtype=self.dtype)))
 
     def _empty(self) -> nn.Module:
         return build_empty(VAE, self.config, dtype=self.dtype).requires_grad_(False)
@@ -129,7 +198,7 @@ class Encoding:
             self.run(vae, torch.empty(1, *shape, dtype=self.dtype))
 
         key = ("encode", str(sorted(self.config.items())), shape, self.dtype, self.is_tiled)
-        return _Pass(key, empty, encode).phase(name, hardware)
+        return _Pass(key, "vae", empty, encode).phase(name, hardware)
 
 
 def extended(shorter: Phase, longer: Phase, times: float) -> Phase:
@@ -163,9 +232,10 @@ _phases: dict[Hashable, Phase] = {}
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass of a VAE, written down once for all that are alike."""
+    """One pass of an encoder or decoder, written down once for all that are alike."""
 
     key: Hashable
+    role: str
     empty: Callable[[], nn.Module]
     run: Callable[[nn.Module], None]
 
@@ -180,8 +250,8 @@ class _Pass:
         key = (self.key, name, hardware.card, times)
         if key not in _phases:
             stage = Stage(name, hardware)
-            stage.scene.hold("vae", "weights", [tensor.nbytes for _, tensor in named_tensors(self.empty())])
-            stage.scene.drop(stage.play_tape("vae", self.tape))
+            stage.scene.hold(self.role, "weights", [tensor.nbytes for _, tensor in named_tensors(self.empty())])
+            stage.scene.drop(stage.play_tape(self.role, self.tape))
             _phases[key] = stage.finished(step_seconds(self.tape, {}, hardware).total * times)
         return _phases[key]
 

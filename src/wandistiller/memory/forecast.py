@@ -23,10 +23,11 @@ from wandistiller.units import Bytes
 FILE = "plan.json"
 
 
-def hardware_of(device: torch.device) -> Hardware:
-    """Return the machine as a run on this device sees it."""
-    is_cuda = device.type == "cuda"
-    return of_this_job(detect() if is_cuda else Hardware(card=None, num_cards=0, host_memory=available_host_memory()))
+def hardware_of(device: torch.device, *, measures: bool = True) -> Hardware:
+    """Return the machine as a run on this device sees it; without ``measures`` its speed is as usual."""
+    if device.type != "cuda":
+        return of_this_job(Hardware(card=None, num_cards=0, host_memory=available_host_memory()))
+    return of_this_job(detect(measures=measures))
 
 
 def of_this_job(hardware: Hardware) -> Hardware:
@@ -37,10 +38,10 @@ def of_this_job(hardware: Hardware) -> Hardware:
     return replace(hardware, num_cards=ranks_here(), num_nodes=max(world_size // ranks_here(), 1))
 
 
-def forecast(make: Callable[[Hardware], Phase], device: torch.device) -> Forecast | None:
+def forecast(make: Callable[[Hardware], Phase], device: torch.device, *, is_whole: bool = False) -> Forecast | None:
     """Return a prediction made now; a run goes on without one where that fails, and says why."""
     try:
-        return Forecast.of(make(hardware_of(device)), device)
+        return replace(Forecast.of(make(hardware_of(device)), device), is_whole=is_whole)
     except Exception as error:  # noqa: BLE001 - a nicety must not cost anybody a run
         say(f"There is no prediction of memory for this run: {type(error).__name__}: {error}")
         return None
@@ -54,8 +55,8 @@ class Forecast:
     device: torch.device
     base: Bytes
     """What the process has taken already, where the device is the host."""
-    note: str = ""
-    """What the figures do not tell of."""
+    is_whole: bool = False
+    """Whether it tells of all phases of the run, and not only of the one that has its name."""
 
     @classmethod
     def of(cls, phase: Phase, device: torch.device) -> Forecast:
@@ -77,7 +78,7 @@ class Forecast:
         about = ", ".join(f"{kind} {Bytes(size)}" for kind, size in most)
         time = f", {self.phase.seconds:.2g} s a step" if self.device.type == "cuda" else ""
         who = f" of each of {ranks_here()} ranks" if ranks_here() > 1 else ""
-        return f"Predicted: at most {self.total} on {self.device}{who} ({about}){time}{self.note}"
+        return f"Predicted: at most {self.total} on {self.device}{who} ({about}){time}"
 
     def outcome(self, monitor: Monitor, seconds: float | None) -> str:
         """Say what was measured."""
@@ -89,7 +90,7 @@ class Forecast:
         seen = [
             memory.reserved if self.device.type == "cuda" else memory.peak
             for (phase, device), memory in monitor.peaks.items()
-            if phase == self.phase.name and device == str(self.device)
+            if (self.is_whole or phase == self.phase.name) and device == str(self.device)
         ]
         return max(seen, default=Bytes(0))
 

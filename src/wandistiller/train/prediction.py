@@ -208,7 +208,7 @@ def encoding_phases(config: TransformerTrainingConfig, shapes: Shapes, hardware:
     found = []
     encoder = shapes.text_encoder_model()
     if encoder is not None:
-        found.append(text_phase(encoder, hardware, dtype))
+        found.append(text_phase(encoder, hardware, dtype, ranks=max(hardware.num_cards, 1)))
     if config.dataset_path is not None:
         frames, height, width = planned_pixels(config, shapes.vae)
         media = Encoding(config=shapes.vae, pixel_shape=(3, frames, height, width), dtype=torch.float32)
