@@ -85,7 +85,9 @@ def text_phase(
 
     ``is_streamed`` says it where it does not follow from the room.
     """
-    work = TextEncoding(encoder=encoder.to(dtype).eval(), placing="offload" if is_streamed else "gpu")
+    if next(encoder.parameters()).dtype != dtype:
+        encoder = copy.deepcopy(encoder).to(dtype)
+    work = TextEncoding(encoder=encoder.eval(), placing="offload" if is_streamed else "gpu")
     if is_streamed is None and hardware.card is not None:
         room = Bytes(max(most_that_fits(hardware.room) - TEXT_ROOM, 0))
         host = Bytes(int(hardware.host_memory * HOST_SHARE))

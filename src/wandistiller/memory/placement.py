@@ -198,7 +198,7 @@ class Streamed(Placement):
             read=subject.read,
             quantise=self.quantise,
             budget=HostBudget(self.max_page_locked),
-            shared_as=f"{subject.key} {self._resident}" if self._is_shared(subject) else None,
+            shared_as=f"{subject.key} {self._resident} {self.quantise}" if self._is_shared(subject) else None,
             train=self.train,
         )
         stream.is_timed = self.resident == "auto"
@@ -211,9 +211,9 @@ class Streamed(Placement):
         return 0 if self.resident == "auto" else self.resident
 
     def _is_shared(self, subject: Subject) -> bool:
-        """Whether the ranks of this machine have the blocks in common: of a model that nobody changes, as it is stored."""
+        """Whether the ranks of this machine have the blocks in common: of a model that nobody changes."""
         is_fixed = not self.train and not any(each.requires_grad for each in subject.model.parameters())
-        return ranks_here() > 1 and is_fixed and not self.quantise and subject.read is not None and bool(subject.key)
+        return ranks_here() > 1 and is_fixed and subject.read is not None and bool(subject.key)
 
 
 @register_placement("disk")

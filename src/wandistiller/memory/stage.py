@@ -39,6 +39,8 @@ class Placing:
     """For ``custom``."""
     max_memory: tuple[str, ...] = ()
     """Limits for ``balanced`` and ``sequential``, as they are given."""
+    cards: int | None = None
+    """Cards that these are spread over; None for all of a machine."""
 
     @property
     def is_streamed(self) -> bool:
@@ -100,8 +102,8 @@ class Stage:
             return
         trains = use.trains == "everything"
         placement = choose_placement(placing.name, resident=placing.resident, eight_bit=placing.eight_bit, train=trains)
-        # Ranks have one copy of weights that nobody changes, as they are stored.
-        is_shared = placing.name == "offload" and use.trains == "nothing" and not placing.eight_bit
+        # Ranks have one copy of weights that nobody changes.
+        is_shared = placing.name == "offload" and use.trains == "nothing"
         self.stream(use.name, placing.plan(use), placement.predict(subject, _CUDA), is_shared=is_shared)
         if trains:
             self.add(use.name, "gradients", "page-locked", 2 * max(use.block_bytes))

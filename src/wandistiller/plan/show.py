@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,6 +20,12 @@ _MEANING = (
     "On the card: what there is at the worst moment, which adds up to what is in use; in brackets, the most at another moment. "
     "Reserved is what PyTorch holds then, with what it cannot use."
 )
+
+
+class Compared(Protocol):
+    """A phase as it was predicted and as it was."""
+
+    def as_json(self) -> dict[str, Any]: ...
 
 
 def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
@@ -52,8 +59,8 @@ def describe(hardware: Hardware) -> str:
     )
 
 
-def as_json(plan: Plan, *, top: int) -> str:
-    """Return a plan for programs; bytes are numbers."""
+def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> str:
+    """Return a plan for programs, with what was measured of it; bytes are numbers."""
     content: dict[str, Any] = {
         "command": plan.request.command,
         "hardware": {
@@ -68,6 +75,8 @@ def as_json(plan: Plan, *, top: int) -> str:
         "losers": [{"changes": dict(each.changes), "why": list(each.lacks)} for each in plan.losers],
         "run": plan.command,
     }
+    if comparisons:
+        content["measured"] = [each.as_json() for each in comparisons]
     return json.dumps(content, indent=1)
 
 

@@ -29,6 +29,7 @@ from wandistiller.memory.estimates import Phase
 from wandistiller.memory.experts import Experts
 from wandistiller.memory.forecast import hardware_of
 from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placement
 from wandistiller.memory.shared_host import ranks_here
@@ -147,6 +148,7 @@ def _settle_teacher(job: DistillJob, questions: Questions) -> tuple[Placing, str
         resident=0 if resident == "auto" else resident,
         eight_bit=config.teacher_dtype == "float8",
         device_map=config.teacher_device_map,
+        cards=torch.cuda.device_count() // ranks_here() or None,
     )
     if config.strategy != "auto" or not _objectives(config).needs_teacher:
         return placing, ""
@@ -160,6 +162,14 @@ def _teacher_dtype(job: DistillJob) -> torch.dtype:
     name = job.config.teacher_dtype
     dtype = torch.bfloat16 if name == "float8" else DTYPES.get(name)
     return dtype or (torch.bfloat16 if job.device.type == "cuda" else torch.float32)
+
+
+def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int] | None:
+    """Return what a rank's own GPUs and its share of the host have free, where a machine has several ranks."""
+    if device.type != "cuda" or ranks.ranks_here == 1:
+        return None
+    free: dict[int | str, int] = {card: torch.cuda.mem_get_info(card)[0] for card in ranks.cards(torch.cuda.device_count())}
+    return {**free, "cpu": available_host_memory() // ranks.ranks_here}
 
 
 def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks, placing: Placing) -> Teaches | None:
@@ -178,6 +188,7 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks, placing: 
             resident="auto" if config.teacher_resident == "auto" and config.strategy != "auto" else placing.resident,
             eight_bit=placing.eight_bit,
             device_map=placing.device_map,
+            max_memory=_own_cards(job.device, ranks) if name in ("balanced", "sequential") else None,
         )
     size = config.teacher_context_parallel
     group = ClipGroup(size, ranks, job.device) if size > 1 else None
@@ -311,7 +322,8 @@ def _foresee(job: DistillJob, samples: Any, placing: Placing | None) -> Callable
         work = distill_work(config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape)
         if placing is None:
             return replace(work, teacher=None).phase(hardware)
-        return (work.with_teacher(placing) if config.strategy == "auto" else work).phase(hardware)
+        is_found_here = config.strategy == "auto" or placing.is_spread
+        return (work.with_teacher(placing) if is_found_here else work).phase(hardware)
 
     return make
 

@@ -181,7 +181,11 @@ def _teacher_placing(config: DistillConfig) -> Placing:
     name = "gpu" if config.strategy in ("gpu0", "auto", "sharded") else config.strategy
     resident = 0 if config.teacher_resident == "auto" else int(config.teacher_resident)
     return Placing(
-        name=name, resident=resident, eight_bit=config.teacher_dtype == "float8", device_map=config.teacher_device_map
+        name=name,
+        resident=resident,
+        eight_bit=config.teacher_dtype == "float8",
+        device_map=config.teacher_device_map,
+        cards=1,  # a rank's own
     )
 
 

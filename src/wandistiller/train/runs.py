@@ -196,7 +196,7 @@ class Run:
 def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:
     """Load the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder."""
     newest = states.newest()
-    if num_restarts():
+    if loop.ranks.largest(num_restarts()):  # machines count differently
         resume = "auto"  # torchrun has started this again: what was asked for has been done already
     if resume is None:
         if newest is not None:

@@ -79,11 +79,11 @@ def test_a_machine_has_what_its_ranks_do_not_share_several_times():
     [
         (USE, Placing(name="offload"), True),
         (USE, Placing(name="cpu"), True),
-        (USE.changed(dtype=torch.bfloat16), Placing(name="offload", eight_bit=True), False),
+        (USE.changed(dtype=torch.bfloat16), Placing(name="offload", eight_bit=True), True),
         (ADAPTED, Placing(name="offload"), False),
     ],
 )
-def test_ranks_share_weights_that_nobody_changes_as_they_are_stored(use, placing, is_shared):
+def test_ranks_share_weights_that_nobody_changes(use, placing, is_shared):
     work = Passes(use=use, placing=placing) if use.trains == "nothing" else Training(student=use, placing=placing)
     items = [item for item in work.phase(CARD).items if item.where != "device" and item.kind == "weights"]
     assert items and all(item.is_shared is is_shared for item in items)
