@@ -7,6 +7,7 @@ from typing import Any
 
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
+from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.memory.estimates import Estimate
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.stage import Placing
@@ -16,6 +17,7 @@ from wandistiller.models.shapes import Shapes
 from wandistiller.models.student_config import read_student_config
 from wandistiller.train.distill_job import with_sizes
 from wandistiller.train.prediction import distill_work, planned_pixels, train_work
+from wandistiller.train.vae_prediction import vae_step
 from wandistiller.units import Bytes
 
 
@@ -51,6 +53,9 @@ def least_on_card(job: Any, shapes: Shapes, hardware: Hardware) -> Least:
         work = distill_work(job, shapes, student.config, hardware, planned_pixels(job, shapes.vae))
         is_alone = job.is_stored or job.strategy == "sharded"
         return least_of_training(replace(work, teacher=None) if is_alone else work, hardware)
+    if isinstance(job, TrainVaeConfig):
+        least = vae_step(job, shapes, hardware).least(hardware)
+        return Least(held=least.held, kept=least.working)
     return Least()
 
 

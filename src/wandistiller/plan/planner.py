@@ -101,6 +101,7 @@ def make_plan(request: PlanRequest) -> Plan:
         least_on_card=lambda changes: least_on_card(replace(job, **changes), shapes, hardware),
         hardware=hardware,
         resident_field=None if resident in request.given else resident,
+        fixed_phases=("encoding text", "encoding media") if request.command in ("train", "distill") else (),
         # How a picture is decoded changes nothing about the steps before.
         num_policies=1 if request.command == "sample" else 2,
     )

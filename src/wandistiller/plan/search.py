@@ -54,6 +54,8 @@ class Search:
     hardware: Hardware
     resident_field: str | None = None
     """The field that says how many blocks stay on the card, where it is open."""
+    fixed_phases: tuple[str, ...] = ()
+    """Phases that are the same in every way."""
     num_policies: int = 2
     """Policies of which something has to fit before the others are left out."""
 
@@ -66,7 +68,7 @@ class Search:
         """Try all that can be the best; the first is worked out in any case."""
         later = []
         for way in ways:
-            reason = self._reason_against(way)
+            reason = self._hopeless() or self._reason_against(way)
             if reason == _LATER:
                 later.append(way)
             elif reason:
@@ -75,9 +77,20 @@ class Search:
                 self.found += self._tried(way)
         for way in later:
             if any(each.fits for each in self.found):
-                self.untried.append(Untried(way, "something larger fits"))
+                self.untried.append(Untried(way, "slower than what fits"))
             else:
                 self.found += self._tried(way)
+
+    def _hopeless(self) -> str:
+        """Name a phase that is the same in every way and does not fit."""
+        phases = self.found[0].estimate.phases if self.found else ()
+        for phase in phases:
+            if phase.name in self.fixed_phases and not self._fits_card(phase.reserved):
+                return f"{phase.name} alone needs {phase.reserved} and a margin of {margin(phase.reserved)}"
+        return ""
+
+    def _fits_card(self, size: int) -> bool:
+        return self.hardware.card is None or size + margin(size) <= self.hardware.room
 
     def _reason_against(self, way: Way) -> str:
         """Say why a way cannot be better than those that fit; nothing if it can."""
@@ -88,21 +101,21 @@ class Search:
         is_fast_enough = any(each.tier == 0 and each.halvings == 0 and each.policy in earlier for each in rivals)
         if is_fast_enough or len(earlier) >= self.num_policies:
             return "slower than what fits"
-        if any(each.tier == 0 and each.halvings < way.halvings for each in alike):
+        if way.halvings and any(each.tier <= way.tier and each.halvings < way.halvings for each in alike):
             return "slower than a larger batch, which fits"
         if any(each.tier < way.tier and each.halvings == way.halvings for each in alike):
             return "slower than what fits"
         if way.is_slim and any((each.tier, each.halvings) == (way.tier, way.halvings) for each in alike):
             return "costs accuracy and is no faster"
-        if way.halvings and way.policy >= _CHEAP_POLICIES:
-            return _LATER
-        return ""
+        if any(each.changes == _from_memory(way) and not self._fits_card(each.estimate.device) for each in self.found):
+            return "no smaller on the card than what does not fit"
+        return _LATER if way.halvings and (earlier or way.policy >= _CHEAP_POLICIES) else ""
 
     def _tried(self, way: Way) -> Iterator[Option]:
         least = self.least_on_card(way.changes)
         total = least.total(self._working.get(_activations(way), 0))
         is_first = not self.found
-        if not is_first and self.hardware.card is not None and total + margin(total) > self.hardware.room:
+        if not is_first and not self._fits_card(total):
             phase = Phase(name="training", peak=total, reserved=total, seconds=float("inf"))
             lack = f"needs more than {total} and a margin of {margin(total)} on a card that has {self.hardware.room}"
             yield Option(way, Estimate(phases=(phase,)), (lack,))
@@ -115,7 +128,7 @@ class Search:
 
     def _with_residents(self, option: Option, field: str) -> Iterator[Option]:
         """Yield the way with as many blocks on the card as fit, if that is faster."""
-        most = resident_blocks(option.estimate, self.hardware)
+        most = resident_blocks(option.estimate, self.hardware) if self._fits_card(option.estimate.device) else 0
         # What is there already is rounded up in other ways with more beside it.
         for count in (most, most - 1, most - 2):
             if count < 1:
@@ -132,6 +145,14 @@ class Search:
 
 
 _LATER = "only if nothing else fits"
+
+
+def _from_memory(way: Way) -> Changes | None:
+    """Return the way that streams from host memory what this one streams from disk: it holds the same on the card."""
+    for name in ("placement", "teacher_device_strategy"):
+        if way.changes.get(name) == "disk":
+            return {**way.changes, name: "offload"}
+    return None
 
 
 def _activations(way: Way) -> Hashable:

@@ -117,7 +117,7 @@ def test_other_commands_in_a_file_give_nothing(tmp_path):
 
 
 def test_the_plan_can_be_run_from_its_file(tmp_path, capsys, lora):
-    file = tmp_path / "run.toml"
+    file = tmp_path / "new" / "run.toml"
     assert main(["plan", *TRAIN, "--lora-rank", "4", "--batch-size", "4", *MACHINE, "--write", str(file)]) == 0
     config = read_config(file, TrainConfig, "train", ("train",))
     assert {name: getattr(config, name) for name in lora.best.changes} == lora.best.changes
@@ -138,6 +138,12 @@ def test_nothing_fits(capsys):
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "much"], "'much' is not a size"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "25GB/h"], "is not a rate"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--write", "plan.txt"], "no TOML file"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "0GB/s"], "--bus 0GB/s would take for ever"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "0GiB"], "--gpu 0GiB is no memory"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--ram", "0GiB"], "--ram 0GiB is no memory"),
+        (["plan", "train", "--model", "wan2.2-a14b", "--lora-rank", "8", *MACHINE], "Give --expert high or --expert low"),
+        (["plan", "train", "--model", "wan2.1-i2v-14b", *MACHINE], "Only text-to-video models can be trained"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--placement", "offload", *MACHINE, "--gpus", "8"], "cannot each offload"),
         (["plan", "sample"], "nothing to sample from"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--card", "h200", "--verify"], "there is no GPU here"),
     ],
