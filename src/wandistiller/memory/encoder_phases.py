@@ -219,6 +219,7 @@ def extended(shorter: Phase, longer: Phase, times: float) -> Phase:
         longer,
         items=tuple(items),
         peak=Bytes(round(extend(shorter.peak, longer.peak))),
+        passing=Bytes(round(extend(shorter.passing, longer.passing))),
         reserved=Bytes(round(extend(shorter.reserved, longer.reserved))),
         seconds=extend(shorter.seconds, longer.seconds),
     )

@@ -37,6 +37,8 @@ class Phase:
     items: tuple[Item, ...] = ()
     peak: Bytes = field(default_factory=lambda: Bytes(0))
     """In use on the device at the worst moment."""
+    passing: Bytes = field(default_factory=lambda: Bytes(0))
+    """In use on the device at the worst moment of forward and backward, updates apart."""
     reserved: Bytes = field(default_factory=lambda: Bytes(0))
     """Held of the device by PyTorch."""
     seconds: float = 0.0

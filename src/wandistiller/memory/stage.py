@@ -79,6 +79,7 @@ class Stage:
         self.scene = Scene()
         self._items: list[Item] = []
         self._moments: list[Moment] = []
+        self._passing = Bytes(0)
         self._apart: list[Moment] = []
         """Parts of moments."""
         card = hardware.card
@@ -150,6 +151,7 @@ class Stage:
         """Take a step that is on tape."""
         held = self.scene.held
         played = self.scene.play(tape, repeats)
+        self._passing = max(self._passing, played.peak)
         self._moments.append({**held, **{(role, kind): size for kind, size in played.at_peak.items()}})
         # What was kept may have been used up at the worst moment, and gradients be there instead.
         self._apart.append({(role, "kept activations"): played.kept, (role, "gradients"): Bytes(sum(played.left.values()))})
@@ -176,6 +178,7 @@ class Stage:
             name=self.name,
             items=tuple(item for item in items if item.size),
             peak=Bytes(sum(worst.values())),
+            passing=self._passing,
             reserved=self.scene.reserved,
             seconds=seconds,
             num_steps=num_steps,

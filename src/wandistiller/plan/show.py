@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wandistiller.config.command import flag_words
 from wandistiller.memory.estimates import Estimate, Item, Phase, by_kind
 from wandistiller.memory.hardware import Hardware
-from wandistiller.plan.planner import Option, Plan
+from wandistiller.plan.planner import Plan
+from wandistiller.plan.ranking import flags, ranking, reasons, seconds_text
+from wandistiller.plan.search import Option
 
 _MEANING = (
     "On the card: what there is at the worst moment, which adds up to what is in use; in brackets, the most at another moment. "
@@ -38,9 +39,9 @@ def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
         kinds = ", ".join(f"{item.role} {item.kind} {item.size}" for item in shown.estimate.disk)
         console.print(f"On disk: {kinds}", highlight=False)
     if plan.fitting:
-        console.print(_ranking(plan, top))
-    for reason in _reasons(plan, top):
-        console.print(reason, highlight=False)
+        console.print(ranking(plan, top))
+    for reason in reasons(plan):
+        console.print(escape(reason), highlight=False)
     if plan.command is not None:
         console.print("Run:")
         console.print(f"  {plan.command}", highlight=False, markup=False, soft_wrap=True)
@@ -71,8 +72,9 @@ def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> st
         },
         "asked": _option(plan.asked),
         "fits": plan.best is not None,
-        "plans": [_option(each) for each in plan.fitting[:top]],
+        "plans": [_option(each) for each in plan.ranked[:top]],
         "losers": [{"changes": dict(each.changes), "why": list(each.lacks)} for each in plan.losers],
+        "untried": [{"changes": dict(each.way.changes), "why": each.why} for each in plan.untried],
         "run": plan.command,
     }
     if comparisons:
@@ -80,19 +82,10 @@ def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> st
     return json.dumps(content, indent=1)
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a time in few digits; of what was not worked out, none."""
-    if math.isinf(seconds):
-        return "-"
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
 def _title(plan: Plan, shown: Option) -> str:
     if plan.best is None:
         return "As asked for, which does not fit"
-    return "As asked for" if not shown.changes else f"With {_flags(shown)}"
+    return "As asked for" if not shown.changes else f"With {flags(shown)}"
 
 
 def _phases(estimate: Estimate, title: str) -> Table:
@@ -121,36 +114,12 @@ def _twice(item: Item) -> str:
     return f"{item.at_peak or '-'} ({item.size})"
 
 
-def _ranking(plan: Plan, top: int) -> Table:
-    table = Table(title="What fits, the fastest first", title_justify="left")
-    for name in ("step", "card", "host", "flags"):
-        table.add_column(name, justify="left" if name == "flags" else "right")
-    for each in plan.fitting[:top]:
-        flags = escape(_flags(each)) or "as asked for"
-        table.add_row(seconds_text(each.seconds), str(each.estimate.device), str(each.estimate.host), flags)
-    return table
-
-
-def _reasons(plan: Plan, top: int) -> list[str]:
-    lost = [plan.asked] if not plan.asked.fits else []
-    found = [f"As asked for it {'; '.join(each.lacks)}." for each in lost]
-    found += [f"{_flags(each)}: {'; '.join(each.lacks)}" for each in plan.losers[:top]]
-    if len(plan.losers) > top:
-        found.append(f"... and {len(plan.losers) - top} more that do not fit")
-    if plan.best is None:
-        found.append("Nothing fits. Take a smaller model, picture or clip, a card with more memory, or more host memory.")
-    return [escape(text) for text in found]
-
-
-def _flags(option: Option) -> str:
-    return " ".join(flag_words(option.changes))
-
-
 def _option(option: Option) -> dict[str, Any]:
     return {
         "changes": dict(option.changes),
         "fits": option.fits,
         "why_not": list(option.lacks),
+        "costs_in_accuracy": list(option.way.costs),
         "seconds_per_step": _number(option.seconds),
         "device": int(option.estimate.device),
         "host": int(option.estimate.host),

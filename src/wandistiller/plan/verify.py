@@ -12,7 +12,7 @@ from rich.table import Table
 from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import Phase, margin
 from wandistiller.plan.planner import Plan
-from wandistiller.plan.show import seconds_text
+from wandistiller.plan.ranking import seconds_text
 from wandistiller.plan.trial import Measured, try_out
 
 

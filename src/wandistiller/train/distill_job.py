@@ -22,6 +22,7 @@ from wandistiller.models.student_config import StudentPlan, read_student_config
 from wandistiller.terminal import say
 from wandistiller.train.optimisation import MixedPrecision
 from wandistiller.train.runs import choose_precision, prepare_device, prepare_parallel
+from wandistiller.train.start_checks import check_text_to_video
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
 
@@ -70,8 +71,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
         raise UsageError(f"{config.teacher_path} is not a diffusers pipeline.", fix="Convert it with wandistiller export.")
     names = [name for name in ("transformer", "transformer_2") if name in pipeline.parts]
     teachers = [inspect_checkpoint(pipeline.part(name), TRANSFORMER) for name in names]
-    if teachers[0].config["in_channels"] != teachers[0].config["out_channels"]:
-        raise UsageError("Only text-to-video models can be distilled so far.", fix="Give a T2V or TI2V checkpoint.")
+    check_text_to_video(teachers[0].config, "distilled")
     vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
     factors = {"spatial_factor": vae.config["scale_factor_spatial"], "temporal_factor": vae.config["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, teachers[0].config, **factors)

@@ -55,6 +55,7 @@ from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
+from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
 from wandistiller.train.studio import Studio
 from wandistiller.train.transformer_data import encode_held_out, encode_training_data, folds_padding, open_samples
 from wandistiller.units import Bytes
@@ -128,19 +129,13 @@ def _prepare(config: TrainConfig) -> _Job:
     assert config.model is not None
     device = prepare_device(config)
     parallel = prepare_parallel(config)
-    if read_ranks().world_size > 1 and config.placement == "offload" and not config.lora_rank:
-        raise UsageError(
-            "Ranks that train together cannot each offload all weights.",
-            why="gradients leave for the host before ranks could exchange them.",
-            fix="Train adapters with --lora-rank, cut the weights into slices with --parallel fsdp, or start without torchrun.",
-        )
+    check_ranks(config, read_ranks().world_size)
     pipeline = find_pipeline(config.model, _PARTS)
     if not (pipeline.folder / "model_index.json").is_file():
         raise UsageError(f"{config.model} is not a diffusers pipeline.", fix="Convert it first with wandistiller export.")
     part, low, high = _expert(config, pipeline)
     transformer = inspect_checkpoint(config.ckpt_path or pipeline.part(part), TRANSFORMER)
-    if transformer.config["in_channels"] != transformer.config["out_channels"]:
-        raise UsageError("Only text-to-video models can be trained so far.", fix="Give a T2V or TI2V checkpoint.")
+    check_text_to_video(transformer.config, "trained")
     shift = config.sigma_shift or pipeline.shift or 1.0
     sigma = SigmaDistribution(
         shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift, low=low, high=high
@@ -171,17 +166,11 @@ def _settle(job: _Job) -> _Job:
 
 def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]:
     """Return the part to train and its range of sigma."""
-    if "transformer_2" not in pipeline.parts:
-        if config.expert != "auto":
-            raise UsageError(f"--expert {config.expert}: this model has one transformer.", fix="Leave it away.")
-        return "transformer", 0.0, 1.0
     boundary = pipeline.boundary or 0.875
-    if config.expert == "auto":
-        raise UsageError(
-            "This model has two experts, which are trained one at a time.",
-            why=f"one is for sigma above {boundary}, the other for sigma below.",
-            fix="Give --expert high or --expert low.",
-        )
+    has_two = "transformer_2" in pipeline.parts
+    check_expert(config, 1 + has_two, boundary)
+    if not has_two:
+        return "transformer", 0.0, 1.0
     return ("transformer", boundary, 1.0) if config.expert == "high" else ("transformer_2", 0.0, boundary)
 
 
