@@ -55,7 +55,7 @@ class Placing:
         """Return the bytes of each tensor by where it is."""
         if hardware.card is None:
             return {"cpu": [tensor.nbytes for _, tensor in named_tensors(use.model)]}
-        limits: dict[int | str, int] = dict.fromkeys(range(max(hardware.num_cards, 1)), hardware.room)
+        limits: dict[int | str, int] = dict.fromkeys(range(self.cards or max(hardware.num_cards, 1)), hardware.room)
         limits["cpu"] = hardware.host_memory
         limits |= parse_limits(self.max_memory, "--max-memory") or {}
         subject = _subject(use)

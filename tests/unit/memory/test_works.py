@@ -127,6 +127,12 @@ def test_cards_that_have_a_model_between_them(name):
     assert found == pytest.approx(WEIGHTS, rel=0.05) if name == "sequential" else found < WEIGHTS / 2 + 1.5 * block
 
 
+def test_a_rank_spreads_its_teacher_over_its_own_card():
+    two = described(card="rtx4090", num_cards=2, host_memory=Bytes(2**36))
+    found = sizes(Passes(use=USE, placing=Placing(name="balanced", cards=1)).phase(two))
+    assert found[("student", "weights")] == pytest.approx(WEIGHTS, rel=0.05)
+
+
 def test_a_sharded_teacher_is_in_slices_and_two_blocks():
     teacher = USE.changed(name="teacher")
     found = sizes(Training(student=TRAINED, teacher=teacher, teacher_slices=4).phase(CARD))
