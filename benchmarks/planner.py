@@ -29,7 +29,7 @@ from wandistiller.memory.estimates import margin
 from wandistiller.memory.hardware import H200, Hardware, detect
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Placing
-from wandistiller.memory.uses import Adapters, Use
+from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.sizes import SIZES
 from wandistiller.plan.trial import Measured, Work, try_out
@@ -126,6 +126,9 @@ def training() -> Iterator[tuple[str, Work]]:
         "5b video, LoRA, selective, offload",
         Training(student=adapted("wan2.2-5b", VIDEO_5B, policy="selective"), placing=offload),
     )
+    pixels = PixelDecoder(dict(SIZES["wan2.1-1.3b"].vae), is_checkpointed=True)
+    yield "1.3b image, full, pixel loss", Training(student=trained("wan2.1-1.3b", IMAGE, policy="full", pixels=pixels))
+    yield "1.3b image x4, recorded", Training(student=trained("wan2.1-1.3b", IMAGE, 4), is_recorded=True)
     yield "14b image, LoRA, full, offload", Training(student=adapted("wan2.1-14b", IMAGE, policy="full"), placing=offload)
 
 
@@ -145,6 +148,10 @@ def distilling() -> Iterator[tuple[str, Work]]:
             teacher_placing=Placing(name="offload", eight_bit=True),
             teacher_passes=2,
         ),
+    )
+    yield (
+        "14b to 1.3b, 8 images, features, teacher offloaded",
+        Training(student=student, teacher=teacher, teacher_placing=Placing(name="offload"), matches_features=True),
     )
     video = trained("wan2.1-1.3b", CLIP, policy="selective")
     clip_teacher = use("wan2.1-14b", CLIP).changed(name="teacher")
@@ -177,7 +184,7 @@ def small(name: str, work: Work) -> Work | None:
 
     if isinstance(work, Training):
         teacher = None if work.teacher is None else shrink(work.teacher)
-        return replace(work, student=shrink(work.student), teacher=teacher)
+        return replace(work, student=shrink(work.student).changed(pixels=None), teacher=teacher, is_recorded=False)
     return replace(work, use=shrink(work.use)) if isinstance(work, Passes) else None
 
 

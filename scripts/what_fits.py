@@ -14,7 +14,7 @@ from pathlib import Path
 from wandistiller.cli.main import parse
 from wandistiller.config.command import flag_words
 from wandistiller.plan.planner import Plan, make_plan
-from wandistiller.plan.show import seconds_text
+from wandistiller.plan.ranking import seconds_text
 
 CARDS = {"rtx4060": 8, "rtx3060": 12, "rtx4080": 16, "rtx4090": 24, "rtx5090": 32, "l40s": 48, "h100": 80, "h200": 141}
 """Cards, and the gigabytes that they are sold with."""

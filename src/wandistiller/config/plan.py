@@ -11,6 +11,10 @@ from wandistiller.units import Bytes
 
 PLANNED = ("distill", "train", "train-vae", "sample")
 """Commands that can be planned."""
+_FIXES = {
+    "--gpu": "Give a card's memory, such as 24GiB; --gpus 0 plans for the CPU alone.",
+    "--ram": "Give 64GiB, for instance.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +66,16 @@ class PlanConfig(CommandConfig):
         for flag, value, least in (("--gpus", self.gpus, 0), ("--nodes", self.nodes, 1), ("--top", self.top, 1)):
             if value is not None and value < least:
                 raise UsageError(f"{flag} {value} is too small.", fix=f"Give {least} or more.")
-        for size in (self.gpu, self.ram):
-            if size is not None:
-                Bytes.parse(size)
-        for rate in (self.bus, self.disk, self.network):
-            if rate is not None:
-                parse_rate(rate)
+        for flag, size in (("--gpu", self.gpu), ("--ram", self.ram)):
+            if size is not None and Bytes.parse(size) == 0:
+                raise UsageError(f"{flag} {size} is no memory at all.", fix=_FIXES[flag])
+        for flag, rate in (("--bus", self.bus), ("--disk", self.disk), ("--network", self.network)):
+            if rate is not None and parse_rate(rate) == 0:
+                raise UsageError(f"{flag} {rate} would take for ever.", fix="Give a rate above 0, such as 25GB/s.")
         if self.write is not None and self.write.suffix != ".toml":
             raise UsageError(f"--write {self.write} is no TOML file.", fix="End it with .toml.")
+        if self.write is not None and self.write.is_dir():
+            raise UsageError(f"--write {self.write} is a folder.", fix="Name a file in it.")
 
 
 @dataclass(frozen=True, kw_only=True)

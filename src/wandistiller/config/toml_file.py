@@ -13,6 +13,7 @@ from wandistiller.config.command import CommandConfig
 from wandistiller.config.presets import find_preset
 from wandistiller.config.values import convert_value
 from wandistiller.errors import UsageError, nearest
+from wandistiller.files import complete_or_absent
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
 
@@ -65,7 +66,8 @@ def write_config(path: Path, config: CommandConfig, command: str) -> None:
         value = getattr(config, field.name)
         if field.name != "config" and value is not None:
             lines.append(f"{field.name} = {_as_toml(value)}")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with complete_or_absent(path) as partial:
+        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _as_toml(value: Any) -> str:

@@ -102,11 +102,11 @@ class AllocatorModel:
 
     def _put(self, block: _Block, is_small: bool) -> None:
         block.is_free = True
-        bisect.insort(self._free[is_small], (block.order, block), key=lambda entry: entry[0])
+        bisect.insort(self._free[is_small], (block.order, block))  # no two are of the same order
 
     def _remove(self, block: _Block, is_small: bool) -> None:
         pool = self._free[is_small]
-        place = bisect.bisect_left(pool, block.order, key=lambda entry: entry[0])
+        place = bisect.bisect_left(pool, (block.order,))
         assert pool[place][1] is block
         del pool[place]
         block.is_free = False

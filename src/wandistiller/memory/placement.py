@@ -67,6 +67,8 @@ class Placed:
     detach: Callable[[], None]
     note: str = ""
     """What was chosen and why, where there was a choice."""
+    name: str = ""
+    """What was chosen, where there was a choice."""
     stream: BlockStream | None = None
     """The streamed blocks, where they are."""
     keep_up: Callable[[], str] = lambda: ""
@@ -132,7 +134,9 @@ class OnHost(Placement):
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
         tensors = named_tensors(subject.model)
         mapped = [item for item in tensors if subject.locate is not None and subject.locate(item[0]) is not None]
-        return Footprint(host=Bytes(_total(tensors)), disk=Bytes(_total(mapped)))
+        is_fixed = not any(each.requires_grad for _, each in tensors)
+        host = -(-_total(tensors) // (ranks_here() if is_fixed else 1))  # this rank's part of what is there once
+        return Footprint(host=Bytes(host), disk=Bytes(_total(mapped)))
 
     def attach(self, subject: Subject, device: torch.device) -> Placed:
         cpu = torch.device("cpu")

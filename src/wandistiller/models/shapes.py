@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,14 +46,17 @@ class Shapes:
 
     def text_encoder_model(self) -> nn.Module | None:
         """Return the text encoder on the meta device."""
-        if self.text_encoder is None:
-            return None
-        import torch
-        from transformers import UMT5Config, UMT5EncoderModel
+        return None if self.text_encoder is None else _text_encoder(json.dumps(dict(self.text_encoder)))
 
-        with torch.device("meta"):
-            found: nn.Module = UMT5EncoderModel(UMT5Config(**self.text_encoder))
-        return found.requires_grad_(False)
+
+@functools.lru_cache(maxsize=1)
+def _text_encoder(config: str) -> nn.Module:
+    import torch
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    with torch.device("meta"):
+        found: nn.Module = UMT5EncoderModel(UMT5Config(**json.loads(config)))
+    return found.requires_grad_(False)
 
 
 def find_shapes(source: str) -> Shapes:
@@ -76,11 +80,12 @@ def find_shapes(source: str) -> Shapes:
     return Shapes(
         transformers=[inspect_checkpoint(pipeline.part(name), TRANSFORMER).config for name in names],
         vae=vae,
-        text_encoder=_read_config(encoder) if encoder is not None else None,
+        text_encoder=read_config(encoder) if encoder is not None else None,
         size=usual_size(vae),
     )
 
 
-def _read_config(folder: Path) -> Config:
+def read_config(folder: Path) -> Config:
+    """Return the configuration of a model in a folder."""
     found: Config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return found

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wandistiller.config.command import CommandConfig, command_line, launch_words
+from wandistiller.config.distill import DistillConfig
 from wandistiller.config.plan import PlanConfig, PlanRequest, parse_rate
+from wandistiller.config.train import TrainConfig
 from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import Estimate
 from wandistiller.memory.hardware import Hardware, described
 from wandistiller.models.shapes import Shapes, find_shapes
-from wandistiller.plan.candidates import Changes, candidates, smaller_batches
+from wandistiller.plan.bounds import least_on_card
+from wandistiller.plan.candidates import all_ways, is_left_to_the_program
+from wandistiller.plan.search import Option, Search, Untried
 from wandistiller.sample.prediction import predict_sample
 from wandistiller.train.prediction import predict_distill, predict_train
+from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
 from wandistiller.train.vae_prediction import predict_train_vae
 from wandistiller.units import Bytes
 
@@ -26,24 +30,8 @@ PREDICTIONS: dict[str, Predict] = {
     "train-vae": predict_train_vae,
     "sample": predict_sample,
 }
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to do a job."""
-
-    changes: Changes
-    estimate: Estimate
-    lacks: tuple[str, ...]
-    """Why it does not fit; nothing if it does."""
-
-    @property
-    def fits(self) -> bool:
-        return not self.lacks
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate.step_seconds
+_RESIDENT_FIELDS = {"distill": "teacher_resident", "train": "resident", "sample": "resident"}
+_ABOUT_AS_FAST = 1.02
 
 
 @dataclass(frozen=True)
@@ -53,12 +41,36 @@ class Plan:
     request: PlanRequest
     hardware: Hardware
     asked: Option
+    """The job as it is; where it says ``auto``, the best that this stands for."""
     fitting: tuple[Option, ...]
+    """Those that cost no accuracy first."""
     losers: tuple[Option, ...] = field(default=())
+    untried: tuple[Untried, ...] = field(default=())
 
     @property
     def best(self) -> Option | None:
-        return self.fitting[0] if self.fitting else None
+        """The fastest that costs no accuracy, if there is one; of those about as fast, the one that changes least."""
+        if not self.fitting:
+            return None
+        first = self.fitting[0]
+        near = [
+            each
+            for each in self.fitting
+            if each.way.is_exact == first.way.is_exact and each.seconds <= _ABOUT_AS_FAST * first.seconds
+        ]
+        return min(near, key=lambda each: (each is not self.asked, len(each.changes), each.seconds, each.estimate.device))
+
+    @property
+    def ranked(self) -> tuple[Option, ...]:
+        """All that fit: the best, then the others from the fastest on."""
+        others = sorted((each for each in self.fitting if each is not self.best), key=lambda each: each.seconds)
+        return tuple(others) if self.best is None else (self.best, *others)
+
+    @property
+    def faster_ones(self) -> tuple[Option, ...]:
+        """Ways that fit and are faster than the best, at a cost in accuracy."""
+        best = self.best
+        return tuple(each for each in self.fitting if best is not None and _ABOUT_AS_FAST * each.seconds < best.seconds)
 
     @property
     def best_job(self) -> CommandConfig | None:
@@ -77,42 +89,41 @@ class Plan:
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Estimate the job in all ways and rank them."""
+    """Estimate the job in all ways that could be the best, and rank them."""
+    job = request.job
     hardware = find_hardware(request.options)
-    shapes = find_shapes(model_of(request.job))
+    shapes = find_shapes(model_of(job))
+    check_can_start(job, shapes, hardware)
     predict = PREDICTIONS[request.command]
-
-    def option(changes: Changes) -> Option:
-        estimate = predict(replace(request.job, **changes), shapes, hardware)
-        return Option(changes, estimate, tuple(estimate.lacks(hardware)))
-
-    found: list[Option] = []
-    ways = candidates(request.job, request.given, hardware.num_ranks)
-    num_fitting = 0
-    for _, group in itertools.groupby(ways, key=lambda changes: policy_of(replace(request.job, **changes))):
-        before = len(found)
-        for changes in group:
-            # What only adds to a way that fits already cannot be better than it.
-            if not any(each.fits and each.changes and each.changes.items() <= changes.items() for each in found):
-                found.append(option(changes))
-        # Each policy is slower than those before it: when two of them have fitted, the rest cannot be better.
-        num_fitting += any(each.fits for each in found[before:])
-        if num_fitting == 2:
-            break
-    if not any(each.fits for each in found):
-        for smaller in smaller_batches(request.job, request.given):
-            found += [option({**each.changes, **smaller}) for each in list(found) if "batch_size" not in each.changes]
-            if any(each.fits for each in found):
-                break
-    asked = found[0]
-    fitting = sorted((each for each in found if each.fits), key=lambda each: (each.seconds, each.estimate.device))
-    losers = [each for each in found if not each.fits and each is not asked]
-    return Plan(request, hardware, asked, tuple(fitting), tuple(losers))
+    resident = _RESIDENT_FIELDS.get(request.command)
+    search = Search(
+        predict=lambda changes: predict(replace(job, **changes), shapes, hardware),
+        least_on_card=lambda changes: least_on_card(replace(job, **changes), shapes, hardware),
+        hardware=hardware,
+        resident_field=None if resident in request.given else resident,
+        fixed_phases=("encoding text", "encoding media") if request.command in ("train", "distill") else (),
+        # How a picture is decoded changes nothing about the steps before.
+        num_policies=1 if request.command == "sample" else 2,
+    )
+    ways = all_ways(job, request.given, hardware)
+    search.run(sorted(ways, key=lambda way: bool(way.changes)))
+    fitting = sorted(
+        (each for each in search.found if each.fits),
+        key=lambda each: (not each.way.is_exact, each.seconds, each.estimate.device),
+    )
+    asked = next((each for each in fitting if is_left_to_the_program(job, each.changes, request.given)), search.found[0])
+    losers = [each for each in search.found if not each.fits and each is not asked]
+    return Plan(request, hardware, asked, tuple(fitting), tuple(losers), tuple(search.untried))
 
 
-def policy_of(job: Any) -> Any:
-    """Return what decides what a job keeps for backward, where there is one."""
-    return (getattr(job, "policy", None), getattr(job, "activations_to_host", None))
+def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:
+    """Raise ``UsageError`` for a job that would be refused when it is run."""
+    if isinstance(job, TrainConfig):
+        check_ranks(job, hardware.num_ranks)
+        check_expert(job, len(shapes.transformers), shapes.size.boundary or 0.875)
+        check_text_to_video(shapes.transformers[0], "trained")
+    if isinstance(job, DistillConfig):
+        check_text_to_video(shapes.transformers[0], "distilled")
 
 
 def find_hardware(options: PlanConfig) -> Hardware:

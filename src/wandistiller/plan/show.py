@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wandistiller.config.command import flag_words
-from wandistiller.memory.estimates import Estimate, Phase, by_kind
+from wandistiller.memory.estimates import Estimate, Item, Phase, by_kind
 from wandistiller.memory.hardware import Hardware
-from wandistiller.plan.planner import Option, Plan
-from wandistiller.units import Bytes
+from wandistiller.plan.planner import Plan
+from wandistiller.plan.ranking import flags, ranking, reasons, seconds_text
+from wandistiller.plan.search import Option
+
+_MEANING = (
+    "On the card: what there is at the worst moment, which adds up to what is in use; in brackets, the most at another moment. "
+    "Reserved is what PyTorch holds then, with what it cannot use."
+)
+
+
+class Compared(Protocol):
+    """A phase as it was predicted and as it was."""
+
+    def as_json(self) -> dict[str, Any]: ...
 
 
 def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
@@ -27,9 +39,9 @@ def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
         kinds = ", ".join(f"{item.role} {item.kind} {item.size}" for item in shown.estimate.disk)
         console.print(f"On disk: {kinds}", highlight=False)
     if plan.fitting:
-        console.print(_ranking(plan, top))
-    for reason in _reasons(plan, top):
-        console.print(reason, highlight=False)
+        console.print(ranking(plan, top))
+    for reason in reasons(plan):
+        console.print(escape(reason), highlight=False)
     if plan.command is not None:
         console.print("Run:")
         console.print(f"  {plan.command}", highlight=False, markup=False, soft_wrap=True)
@@ -48,8 +60,8 @@ def describe(hardware: Hardware) -> str:
     )
 
 
-def as_json(plan: Plan, *, top: int) -> str:
-    """Return a plan for programs; bytes are numbers."""
+def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> str:
+    """Return a plan for programs, with what was measured of it; bytes are numbers."""
     content: dict[str, Any] = {
         "command": plan.request.command,
         "hardware": {
@@ -60,72 +72,46 @@ def as_json(plan: Plan, *, top: int) -> str:
         },
         "asked": _option(plan.asked),
         "fits": plan.best is not None,
-        "plans": [_option(each) for each in plan.fitting[:top]],
+        "plans": [_option(each) for each in plan.ranked[:top]],
         "losers": [{"changes": dict(each.changes), "why": list(each.lacks)} for each in plan.losers],
+        "untried": [{"changes": dict(each.way.changes), "why": each.why} for each in plan.untried],
         "run": plan.command,
     }
+    if comparisons:
+        content["measured"] = [each.as_json() for each in comparisons]
     return json.dumps(content, indent=1)
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time in few digits; of what was not worked out, none."""
-    if math.isinf(seconds):
-        return "-"
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
 def _title(plan: Plan, shown: Option) -> str:
     if plan.best is None:
         return "As asked for, which does not fit"
-    return "As asked for" if not shown.changes else f"With {_flags(shown)}"
+    return "As asked for" if not shown.changes else f"With {flags(shown)}"
 
 
 def _phases(estimate: Estimate, title: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=_MEANING, caption_justify="left")
     for name in ("phase", "what", "card", "host", "page-locked"):
         table.add_column(name, justify="left" if name in ("phase", "what") else "right")
     for phase in estimate.phases:
-        for number, ((role, kind), sizes) in enumerate(_rows(phase).items()):
+        for number, ((role, kind), cells) in enumerate(_rows(phase).items()):
             what = f"{role} {kind}".strip()
-            cells = [str(Bytes(sizes[where])) if sizes.get(where) else "" for where in ("device", "host", "page-locked")]
-            table.add_row(phase.name if number == 0 else "", what, *cells)
+            sizes = [cells.get(where, "") for where in ("device", "host", "page-locked")]
+            table.add_row(phase.name if number == 0 else "", what, *sizes)
         held = f"in use {phase.peak}, [bold]reserved {phase.reserved}[/bold]"
         table.add_row("", f"[bold]at most[/bold], {seconds_text(phase.seconds)} a step", held, end_section=True)
     return table
 
 
-def _rows(phase: Phase) -> dict[tuple[str, str], dict[str, int]]:
-    rows: dict[tuple[str, str], dict[str, int]] = {}
-    for (role, kind, where), size in by_kind(phase.items).items():
-        rows.setdefault((role, kind), {})[where] = size
+def _rows(phase: Phase) -> dict[tuple[str, str], dict[str, str]]:
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for (role, kind, where), item in by_kind(phase.items).items():
+        rows.setdefault((role, kind), {})[where] = str(item.at_peak) if item.at_peak == item.size else _twice(item)
     return rows
 
 
-def _ranking(plan: Plan, top: int) -> Table:
-    table = Table(title="What fits, the fastest first", title_justify="left")
-    for name in ("step", "card", "host", "flags"):
-        table.add_column(name, justify="left" if name == "flags" else "right")
-    for each in plan.fitting[:top]:
-        flags = escape(_flags(each)) or "as asked for"
-        table.add_row(seconds_text(each.seconds), str(each.estimate.device), str(each.estimate.host), flags)
-    return table
-
-
-def _reasons(plan: Plan, top: int) -> list[str]:
-    lost = [plan.asked] if not plan.asked.fits else []
-    found = [f"As asked for it {'; '.join(each.lacks)}." for each in lost]
-    found += [f"{_flags(each)}: {'; '.join(each.lacks)}" for each in plan.losers[:top]]
-    if len(plan.losers) > top:
-        found.append(f"... and {len(plan.losers) - top} more that do not fit")
-    if plan.best is None:
-        found.append("Nothing fits. Take a smaller model, picture or clip, a card with more memory, or more host memory.")
-    return [escape(text) for text in found]
-
-
-def _flags(option: Option) -> str:
-    return " ".join(flag_words(option.changes))
+def _twice(item: Item) -> str:
+    """What there is at the worst moment, and in brackets the most that there is at another."""
+    return f"{item.at_peak or '-'} ({item.size})"
 
 
 def _option(option: Option) -> dict[str, Any]:
@@ -133,6 +119,7 @@ def _option(option: Option) -> dict[str, Any]:
         "changes": dict(option.changes),
         "fits": option.fits,
         "why_not": list(option.lacks),
+        "costs_in_accuracy": list(option.way.costs),
         "seconds_per_step": _number(option.seconds),
         "device": int(option.estimate.device),
         "host": int(option.estimate.host),
@@ -144,7 +131,14 @@ def _option(option: Option) -> dict[str, Any]:
                 "reserved": int(phase.reserved),
                 "seconds": _number(phase.seconds),
                 "items": [
-                    {"role": item.role, "kind": item.kind, "where": item.where, "bytes": int(item.size)} for item in phase.items
+                    {
+                        "role": item.role,
+                        "kind": item.kind,
+                        "where": item.where,
+                        "bytes": int(item.size),
+                        "at_peak": int(item.size if item.at_peak is None else item.at_peak),
+                    }
+                    for item in phase.items
                 ],
             }
             for phase in option.estimate.phases

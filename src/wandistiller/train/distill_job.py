@@ -28,6 +28,7 @@ from wandistiller.models.student_config import StudentPlan, read_student_config
 from wandistiller.terminal import say
 from wandistiller.train.optimisation import MixedPrecision
 from wandistiller.train.runs import choose_precision, prepare_device, prepare_parallel
+from wandistiller.train.start_checks import check_text_to_video
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
 
@@ -130,8 +131,7 @@ def _find_teachers(config: DistillConfig, pipeline: Pipeline) -> list[StoredMode
     for name in ("text_encoder", "tokenizer"):
         pipeline.part(name)
     teachers = [inspect_checkpoint(path, TRANSFORMER) for path in paths]
-    if teachers[0].config["in_channels"] != teachers[0].config["out_channels"]:
-        raise UsageError("Only text-to-video models can be distilled so far.", fix="Give a T2V or TI2V checkpoint.")
+    check_text_to_video(teachers[0].config, "distilled")
     if config.teacher_device_map is not None:
         for teacher in teachers:
             check_device_map(read_device_map(config.teacher_device_map), build_empty(TRANSFORMER, teacher.config))

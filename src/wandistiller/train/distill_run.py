@@ -24,14 +24,17 @@ from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.memory.activations import apply_policy
-from wandistiller.memory.estimates import Phase, margin
+from wandistiller.memory.auto import Auto
+from wandistiller.memory.estimates import Phase
 from wandistiller.memory.experts import Experts
+from wandistiller.memory.forecast import hardware_of
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placement
 from wandistiller.memory.shared_host import ranks_here
-from wandistiller.memory.subjects import choose_placement
+from wandistiller.memory.stage import Placing
+from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.works import Training
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
 from wandistiller.models.shapes import Shapes
@@ -42,7 +45,6 @@ from wandistiller.train.asking import Asking, RefreshAnswers
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob, prepare_distillation
 from wandistiller.train.ema import MovingAverage, in_use
-from wandistiller.train.forecast import hardware_of
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.health import WatchHealth
 from wandistiller.train.held_out import MeasureHeldOut
@@ -52,7 +54,7 @@ from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
-from wandistiller.train.prediction import distill_phase, distill_work, planned_pixels
+from wandistiller.train.prediction import asking_work, distill_phase, distill_work, planned_pixels
 from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.runs import Run, exit_code, saved_facts
@@ -108,7 +110,8 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     assert config.teacher_path is not None
     held_out = encode_held_out(config, config.teacher_path, job.device, job.patch)
     with monitor.phase("loading", "teacher"):
-        teacher = _make_teacher(job, questions, ranks)
+        placing, note = _settle_teacher(job, questions)
+        teacher = _make_teacher(job, questions, ranks, placing)
     lessons = _Lessons(questions.samples, {"num_prompts": len(questions.samples)} if job.prompts is not None else {})
     if config.is_stored:
         assert teacher is not None  # the configuration has been checked for something to ask
@@ -123,6 +126,8 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     if config.is_stored and teacher is not None:
         teacher.release()
     adapter = _make_adapter(job, questions, lessons.samples, ranks, goes_on=before is not None)
+    is_asked = teacher is not None and config.asks_while_training
+    foresee = _foresee(job, lessons.samples, placing if is_asked else None)
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,
@@ -136,7 +141,8 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
             device=torch.device("cpu") if job.parallel.is_sharded else job.device,
             prepare=fold_padding if questions.folds_padding else None,
         )
-    return _train(job, ranks, monitor, student, teacher, questions, lessons, held_out, ends, adapter)
+    about = [note] if note else []
+    return _train(job, ranks, monitor, student, teacher, questions, lessons, held_out, ends, adapter, foresee, about)
 
 
 def _settle(job: DistillJob) -> DistillJob:
@@ -146,10 +152,33 @@ def _settle(job: DistillJob) -> DistillJob:
     def work(config: DistillConfig, hardware: Hardware) -> Training:
         found = distill_work(config, shapes, job.plan.config, hardware, planned_pixels(config, shapes.vae))
         # One that finds its own place, or is shared by ranks, takes what the student leaves.
-        is_beside = config.asks_while_training and config.strategy not in ("auto", "gpu0", "sharded")
-        return found if is_beside else replace(found, teacher=None)
+        return found if config.strategy not in ("auto", "gpu0", "sharded") else replace(found, teacher=None)
 
     return replace(job, parallel=settle_parallel(job.config, job.device, work))
+
+
+def _settle_teacher(job: DistillJob, questions: Questions) -> tuple[Placing, str]:
+    """Return where the teacher will live, and what was thought of it where that was left open.
+
+    That is decided while the card is empty: what the student will take there is in the prediction.
+    """
+    config = job.config
+    resident = parse_resident(config.teacher_resident, "--teacher-resident")
+    placing = Placing(
+        name=config.strategy,
+        resident=0 if resident == "auto" else resident,
+        eight_bit=config.teacher_dtype == "float8",
+        device_map=config.teacher_device_map,
+        cards=torch.cuda.device_count() // ranks_here() or None,
+    )
+    if config.strategy != "auto" or not _objectives(config).needs_teacher:
+        return placing, ""
+    headroom = _beside_teacher(job, questions) if job.device.type == "cuda" else None
+    choice = Auto(headroom=headroom).choose(
+        stored_subject(job.teachers[0], teacher_dtype(config.teacher_dtype, job.device)), job.device
+    )
+    chosen = replace(placing, name=choice.name, resident=getattr(choice.placement, "resident", 0))
+    return chosen, f"Teacher's placement {choice}"
 
 
 def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int] | None:
@@ -160,24 +189,23 @@ def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int] | Non
     return {**free, "cpu": available_host_memory() // ranks.ranks_here}
 
 
-def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teaches | None:
+def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks, placing: Placing) -> Teaches | None:
     """Return who answers; nothing is loaded before the first question."""
     config = job.config
     if not _objectives(config).needs_teacher:
         return None
-    name = config.strategy
+    name, dtype = placing.name, teacher_dtype(config.teacher_dtype, job.device)
     serves = name == "gpu0" and ranks.world_size > 1
-    dtype = teacher_dtype(config.teacher_dtype, job.device)
     if name == "sharded":
         placement: Placement = AcrossRanks(_teacher_mesh(job, ranks))
     else:
         placement = choose_placement(
             "gpu" if name == "gpu0" else name,
-            resident=parse_resident(config.teacher_resident, "--teacher-resident"),
-            eight_bit=config.teacher_dtype == "float8",
-            device_map=config.teacher_device_map,
+            # More blocks may stay later, when it is known what the bus is too slow for.
+            resident="auto" if config.teacher_resident == "auto" and config.strategy != "auto" else placing.resident,
+            eight_bit=placing.eight_bit,
+            device_map=placing.device_map,
             max_memory=_own_cards(job.device, ranks) if name in ("balanced", "sequential") else None,
-            headroom=_student_room(job, questions) if name == "auto" and job.device.type == "cuda" else None,
         )
     size = config.teacher_context_parallel
     group = ClipGroup(size, ranks, job.device) if size > 1 else None
@@ -203,15 +231,14 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
     return teacher if group is None else TeacherTogether(teacher, group, job.teacher_config)
 
 
-def _student_room(job: DistillJob, questions: Questions) -> Bytes | None:
-    """Return what has to be left free for the student, where it is trained beside the teacher."""
-    if not job.config.asks_while_training:
-        return None
+def _beside_teacher(job: DistillJob, questions: Questions) -> Bytes:
+    """Return what will be held of the device beside the teacher's weights: by its answers, and by the student."""
     hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
     config = as_settled(job.config, job.parallel)
-    work = distill_work(config, shapes, job.plan.config, hardware, largest_bucket(questions.samples.buckets).shape)
-    needed = replace(work, teacher=None).phase(hardware).reserved
-    return Bytes(needed + margin(needed))
+    pixels = largest_bucket(questions.samples.buckets).shape
+    if not config.asks_while_training:
+        return asking_work(config, shapes, hardware, pixels).phase(hardware).beside("teacher")
+    return distill_work(config, shapes, job.plan.config, hardware, pixels).phase(hardware).beside("teacher")
 
 
 def _teacher_mesh(job: DistillJob, ranks: Ranks) -> DeviceMesh:
@@ -255,6 +282,8 @@ def _train(
     held_out: EncodedData | None,
     ends: ExitStack,
     adapter: ChannelAdapter | None,
+    foresee: Callable[[Hardware], Phase],
+    notes: Sequence[str],
 ) -> Distilled:
     config, samples, role = job.config, lessons.samples, Role("student", student.model, is_trained=True)
     blocks = list(student.model.get_submodule("blocks").children())
@@ -303,8 +332,7 @@ def _train(
     optimisation = Optimisation(role.trained_parameters, options, job.precision, job.device, keeps_gradients=config.cuda_graphs)
     if ranks.is_first:
         student.save_facts(config.output_dir / "student.json", job.plan)
-    about = _describe(job, run, student)
-    foresee = _foresee(job, samples, teacher) if run.can_be_foreseen else None
+    about = [*_describe(job, run, student), *notes]
     optimisations = {role.name: optimisation}
     stopped = run.train(
         method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee, data=lessons.facts
@@ -317,12 +345,16 @@ def _train(
     return Distilled(stopped.step, output, measure.losses if measure else {}, marks, exit_code(stopped, ranks))
 
 
-def _foresee(job: DistillJob, samples: Any, teacher: Teaches | None) -> Callable[[Hardware], Phase]:
-    shapes = Shapes.of(job.vae.config, job.teacher_config)
+def _foresee(job: DistillJob, samples: Any, placing: Placing | None) -> Callable[[Hardware], Phase]:
+    """Return what predicts the training, with the teacher where it is; None where nobody asks it any more."""
+    shapes, config = Shapes.of(job.vae.config, job.teacher_config), as_settled(job.config, job.parallel)
 
     def make(hardware: Hardware) -> Phase:
-        work = distill_work(job.config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape)
-        return distill_phase(job.config, work if teacher is not None else replace(work, teacher=None), hardware)
+        work = distill_work(config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape)
+        if placing is None:
+            return replace(work, teacher=None).phase(hardware)
+        is_found_here = config.strategy == "auto" or placing.is_spread
+        return distill_phase(config, work.with_teacher(placing) if is_found_here else work, hardware)
 
     return make
 

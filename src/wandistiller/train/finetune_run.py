@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,13 +21,14 @@ from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.pieces import gather_to_host, local
 from wandistiller.distributed.ranks import Ranks, joined, read_ranks
 from wandistiller.distributed.sharding import Sharding
-from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.estimates import Phase
+from wandistiller.memory.forecast import hardware_of
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Subject
+from wandistiller.memory.stage import Placing
 from wandistiller.memory.streaming import BlockStream
 from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
@@ -54,6 +55,7 @@ from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
+from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
 from wandistiller.train.studio import Studio
 from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data, prepare_held_out
 from wandistiller.units import Bytes
@@ -97,6 +99,8 @@ class _Student:
     role: Role
     num_bytes: Bytes
     """Weights that this process has on its device."""
+    placing: Placing = field(default_factory=Placing)
+    """Where the weights are, as it was asked for or chosen."""
     stream: BlockStream | None = None
     """The streamed blocks, where they are."""
     note: str = ""
@@ -119,7 +123,7 @@ def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     data = encode_data(training)
     held_out = None if validation is None else encode_data(validation)
     with monitor.phase("loading", "student"):
-        student = _make_student(job, ranks, ends, folds=folds_padding(job.transformer.config, data))
+        student = _make_student(job, ranks, ends, data)
     return _train(job, ranks, monitor, student, data, held_out, ends)
 
 
@@ -129,17 +133,11 @@ def _prepare(config: TrainConfig) -> _Job:
     device = prepare_device(config)
     parallel = prepare_parallel(config)
     check_optimiser(config.optimizer_name)
-    if read_ranks().world_size > 1 and config.placement == "offload" and not config.lora_rank:
-        raise UsageError(
-            "Ranks that train together cannot each offload all weights.",
-            why="gradients leave for the host before ranks could exchange them.",
-            fix="Train adapters with --lora-rank, cut the weights into slices with --parallel fsdp, or start without torchrun.",
-        )
+    check_ranks(config, read_ranks().world_size)
     pipeline = find_diffusers_pipeline(config.model, _PARTS)
     part, low, high = _expert(config, pipeline)
     transformer = inspect_checkpoint(config.ckpt_path or pipeline.part(part), TRANSFORMER)
-    if transformer.config["in_channels"] != transformer.config["out_channels"]:
-        raise UsageError("Only text-to-video models can be trained so far.", fix="Give a T2V or TI2V checkpoint.")
+    check_text_to_video(transformer.config, "trained")
     shift = config.sigma_shift or pipeline.shift or 1.0
     sigma = SigmaDistribution(
         shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift, low=low, high=high
@@ -170,21 +168,15 @@ def _settle(job: _Job) -> _Job:
 
 def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]:
     """Return the part to train and its range of sigma."""
-    if "transformer_2" not in pipeline.parts:
-        if config.expert != "auto":
-            raise UsageError(f"--expert {config.expert}: this model has one transformer.", fix="Leave it away.")
-        return "transformer", 0.0, 1.0
     boundary = pipeline.boundary or 0.875
-    if config.expert == "auto":
-        raise UsageError(
-            "This model has two experts, which are trained one at a time.",
-            why=f"one is for sigma above {boundary}, the other for sigma below.",
-            fix="Give --expert high or --expert low.",
-        )
+    has_two = "transformer_2" in pipeline.parts
+    check_expert(config, 1 + has_two, boundary)
+    if not has_two:
+        return "transformer", 0.0, 1.0
     return ("transformer", boundary, 1.0) if config.expert == "high" else ("transformer_2", 0.0, boundary)
 
 
-def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, *, folds: bool) -> _Student:
+def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, data: EncodedData) -> _Student:
     """Build the model where it belongs: adapters, then compilation, then the activation policy, then placement or sharding.
 
     ``ends`` is told what to undo when the run is over.
@@ -194,7 +186,7 @@ def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, *, folds: bool) -> _
     subject = _random_subject(job) if config.from_scratch else stored_subject(job.transformer, job.dtype)
     model = subject.model
     model.requires_grad_(config.lora_rank == 0).train()
-    if folds:
+    if folds_padding(job.transformer.config, data):
         fold_padding(model)
     if config.lora_rank:
         subject = add_adapters(
@@ -218,11 +210,28 @@ def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, *, folds: bool) -> _
         slices = Bytes(sum(local(parameter).nbytes for parameter in model.parameters()))
         return _Student(Role("student", model, is_trained=True, sharding=sharding), slices)
     resident = parse_resident(config.resident, "--resident")
-    placement = choose_placement(config.placement, resident=resident, train=config.lora_rank == 0)
+    headroom = _beside_weights(job, data) if config.placement == "auto" else None
+    placement = choose_placement(config.placement, resident=resident, train=config.lora_rank == 0, headroom=headroom)
     placed = placement.attach(subject, job.device)
     if placed.stream is not None:
         ends.callback(placed.stream.close)
-    return _Student(Role("student", model, is_trained=True), placed.footprint.device, placed.stream, placed.note)
+    stays = 0 if placed.stream is None else len(blocks) - len(placed.stream.layouts)
+    placing = Placing(name=placed.name or config.placement, resident=stays)
+    return _Student(Role("student", model, is_trained=True), placed.footprint.device, placing, placed.stream, placed.note)
+
+
+def _beside_weights(job: _Job, data: EncodedData) -> Bytes | None:
+    """Return what the training will hold of the device beside the weights; None where the device is the host."""
+    if job.device.type != "cuda":
+        return None
+    hardware = hardware_of(job.device)
+    return _work(job, data, hardware).phase(hardware).beside("student")
+
+
+def _work(job: _Job, data: EncodedData, hardware: Hardware) -> Training:
+    """Return the training as it will be on the largest samples."""
+    shapes = Shapes.of(data.vae.config, job.transformer.config)
+    return train_work(as_settled(job.config, job.parallel), shapes, hardware, largest_bucket(data.buckets).shape)
 
 
 def _random_subject(job: _Job) -> Subject:
@@ -261,7 +270,7 @@ def _train(
     callbacks += studio.callbacks(run, role, samples, validation, average)
     optimisations = {role.name: _make_optimisation(job, run, student, ends)}
     about = _describe(job, run, student)
-    foresee = _foresee(job, student, data, samples) if run.can_be_foreseen else None
+    foresee = _foresee(job, student, data)
     stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
     output = None
     if stopped.signal is None:
@@ -275,11 +284,8 @@ def _shapes(job: _Job) -> Shapes:
     return Shapes.of(vae.config, job.transformer.config)
 
 
-def _foresee(job: _Job, student: _Student, data: EncodedData, samples: CachedSamples) -> Callable[[Hardware], Phase]:
-    name = "offload" if student.stream is not None and job.config.placement == "auto" else job.config.placement
-    config = replace(job.config, placement="gpu" if name == "auto" else name)
-    shapes = Shapes.of(data.vae.config, job.transformer.config)
-    return lambda hardware: train_work(config, shapes, hardware, largest_bucket(samples.buckets).shape).phase(hardware)
+def _foresee(job: _Job, student: _Student, data: EncodedData) -> Callable[[Hardware], Phase]:
+    return lambda hardware: replace(_work(job, data, hardware), placing=student.placing).phase(hardware)
 
 
 def _samples(job: _Job, data: EncodedData) -> CachedSamples:

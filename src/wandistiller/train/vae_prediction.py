@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.loader import Batch
 from wandistiller.memory.durations import step_seconds
+from wandistiller.memory.encoder_phases import extended
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.layout import named_tensors
@@ -33,18 +34,41 @@ from wandistiller.train.prediction import foreseen_precision, planned_pixels
 from wandistiller.units import Bytes
 
 _CPU = torch.device("cpu")
+_SHORTER, _LONGER = 13, 21
+"""Frames of the clips that tell of longer ones."""
+_FEW, _LEAST_GROWTH = 5, 0.4
+"""Frames that tell whether a clip is hopeless, and how much every four more add at least, as a share of what these take."""
 
 
 def predict_train_vae(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train-vae`` takes."""
-    shape, precision = planned_pixels(config, shapes.vae), foreseen_precision(config, hardware)
-    work = VaeStep(config=config, vae=shapes.vae, shape=shape, precision=precision)
-    count = sum(each.numel() for parameters in work.trained(work.build()).values() for each in parameters)
-    disk = (Item("vae", "states", "disk", Bytes(config.keep * 12 * count)),)
+    work = vae_step(config, shapes, hardware)
+    counts = {name: sum(each.numel() for each in found) for name, found in work.trained(work.build()).items()}
+    average = counts["vae"] if config.use_ema else 0
+    # Weights and two moments, and the average, in float32.
+    states = Bytes(config.keep * 4 * (3 * sum(counts.values()) + average))
+    disk = (Item("vae", "states", "disk", states), Item("vae", "result", "disk", Bytes(4 * counts["vae"])))
     return Estimate(phases=(work.phase(hardware, num_steps=config.num_steps or 1000),), disk=disk)
 
 
+def vae_step(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> VaeStep:
+    """Return a step on the largest samples that there will be."""
+    shape, precision = planned_pixels(config, shapes.vae), foreseen_precision(config, hardware)
+    return VaeStep(config=config, vae=shapes.vae, shape=shape, precision=precision)
+
+
 Models = dict[str, nn.Module]
+_few_frames: dict[Hashable, tuple[int, int]] = {}
+
+
+@dataclass(frozen=True)
+class Least:
+    """What a training takes of a card at least."""
+
+    held: int
+    """Weights and the optimisers' states."""
+    working: int
+    """What is beside them in forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +116,42 @@ class VaeStep:
 
     def phase(self, hardware: Hardware, *, num_steps: int = 1) -> Phase:
         """Return what it takes."""
+        frames = self.shape[0]
+        if frames <= _LONGER:
+            return self._phase(hardware, num_steps)
+        # A clip goes through the VAE a few frames at a time, and what grows with it grows evenly.
+        shorter, longer = (self._with_frames(each)._phase(hardware, num_steps) for each in (_SHORTER, _LONGER))
+        return replace(extended(shorter, longer, (frames - _SHORTER) / (_LONGER - _SHORTER)), work=self)
+
+    def least(self, hardware: Hardware) -> Least:
+        """Return what it takes at least, from one sample of a few frames: the samples of a batch take as much each."""
+        frames = min(self.shape[0], _FEW)
+        one = replace(self._with_frames(frames), config=replace(self.config, batch_size=1, gradient_accumulation=1))
+        held, peak = one._few(hardware)
+        growth = 1 + _LEAST_GROWTH * (self.shape[0] - frames) / 4
+        return Least(held, round(0.9 * self.config.batch_size * growth * (peak - held)))
+
+    def _few(self, hardware: Hardware) -> tuple[int, int]:
+        """Return what is held and the most that is in use; worked out once for all steps that are alike."""
+        key = (repr(self), hardware.card)
+        if key not in _few_frames:
+            phase = self._phase(hardware, 1)
+            kinds = ("weights", "optimiser", "average")
+            held = sum(item.size for item in phase.items if item.where == "device" and item.kind in kinds)
+            _few_frames[key] = held, phase.peak
+        return _few_frames[key]
+
+    def _with_frames(self, frames: int) -> VaeStep:
+        return replace(self, shape=(frames, *self.shape[1:]))
+
+    def _phase(self, hardware: Hardware, num_steps: int) -> Phase:
         stage, models, optimiser = Stage("training", hardware), self.build(), OptimiserChoice()
         for name, model in models.items():
             stage.scene.hold(name, "weights", [tensor.nbytes for _, tensor in named_tensors(model)])
         for name, parameters in self.trained(models).items():
             stage.scene.hold(name, "optimiser", optimiser.state(parameters))
+            # DDP collects gradients in buckets beside them.
+            stage.scene.hold(name, "exchanged gradients", [each.nbytes for each in parameters if hardware.num_ranks > 1])
         if self.config.use_ema:
             stage.scene.hold("vae", "average", [each.nbytes for each in models["vae"].parameters()])
         pixels = 4 * self.config.batch_size * 3 * math.prod(self.shape)

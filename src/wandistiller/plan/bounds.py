@@ -1,0 +1,80 @@
+"""The least that a training takes of a card, from shapes alone: what exceeds the card already need not be played through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wandistiller.config.distill import DistillConfig
+from wandistiller.config.train import TrainConfig
+from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.memory.estimates import Estimate
+from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.stage import Placing
+from wandistiller.memory.uses import Use
+from wandistiller.memory.works import Training, least_kept
+from wandistiller.models.shapes import Shapes
+from wandistiller.models.student_config import read_student_config
+from wandistiller.train.distill_job import with_sizes
+from wandistiller.train.prediction import distill_work, planned_pixels, train_work
+from wandistiller.train.vae_prediction import vae_step
+from wandistiller.units import Bytes
+
+
+@dataclass(frozen=True)
+class Least:
+    """What a training takes of a card at least."""
+
+    held: int = 0
+    """Weights and the optimiser's states."""
+    kept: int = 0
+    """What is kept for backward where nothing is recomputed."""
+    update: int = 0
+    """Gradients, and what an update needs beside them."""
+
+    def total(self, working: int = 0) -> Bytes:
+        """All of it, where it is known what another way with the same activations had beside what it held."""
+        return Bytes(self.held + max(self.kept, self.update, working))
+
+    def working(self, estimate: Estimate) -> int:
+        """Return what a way that was played through had beside what it held, where that was in forward or backward."""
+        found = max((phase.passing - self.held for phase in estimate.phases if isinstance(phase.work, Training)), default=0)
+        return found if found > 1.001 * self.update else 0
+
+
+def least_on_card(job: Any, shapes: Shapes, hardware: Hardware) -> Least:
+    """Return what a job takes of a card at least; nothing where that is not known without playing it through."""
+    if isinstance(job, TrainConfig) and job.placement not in ("cpu", "auto"):
+        return least_of_training(train_work(job, shapes, hardware, planned_pixels(job, shapes.vae)), hardware)
+    if isinstance(job, DistillConfig):
+        factors = {"spatial_factor": shapes.vae["scale_factor_spatial"], "temporal_factor": shapes.vae["scale_factor_temporal"]}
+        student = read_student_config(job.student_config, dict(shapes.transformers[0]), **factors)
+        job = with_sizes(job, student)
+        work = distill_work(job, shapes, student.config, hardware, planned_pixels(job, shapes.vae))
+        is_alone = job.is_stored or job.strategy in ("sharded", "auto")
+        return least_of_training(replace(work, teacher=None) if is_alone else work, hardware)
+    if isinstance(job, TrainVaeConfig):
+        least = vae_step(job, shapes, hardware).least(hardware)
+        return Least(held=least.held, kept=least.working)
+    return Least()
+
+
+def least_of_training(work: Training, hardware: Hardware) -> Least:
+    """Return what a training takes at least."""
+    slices = work.slices(hardware)
+    student = work.student
+    stepped = [] if work.is_on_host else student.trained
+    held = _weights(student, work.placing) if slices == 1 else sum(each.nbytes for each in student.model.parameters())
+    held += sum(work.optimiser.masters(stepped)) + sum(work.optimiser.state(stepped))
+    if work.averages:
+        held += sum(4 * each.numel() for each in student.trained)
+    gradients = sum(each.nbytes for each in stepped)
+    update = gradients + sum(work.optimiser.gradients(stepped)) + sum(work.optimiser.scratch(stepped))
+    teacher = _weights(work.teacher, work.teacher_placing) if work.teacher is not None else 0
+    return Least(held // slices + teacher, least_kept(student), update // slices)
+
+
+def _weights(use: Use, placing: Placing) -> int:
+    if placing.is_streamed:
+        return placing.plan(use).device_bytes
+    return sum(each.nbytes for each in use.model.parameters()) if placing.name == "gpu" else 0

@@ -1,0 +1,98 @@
+"""What fits in its order, why the rest does not, and what was not tried, in words."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from wandistiller.config.command import flag_words
+from wandistiller.plan.candidates import Changes
+from wandistiller.plan.planner import Plan
+from wandistiller.plan.search import Option
+
+_POLICY_FIELDS = ("activation_policy", "activations_to_host", "vae_gradient_checkpointing", "vae_tiling")
+_PLACE_FIELDS = ("placement", "teacher_device_strategy", "parallel")
+_BATCH_FIELDS = ("batch_size", "gradient_accumulation")
+
+
+def ranking(plan: Plan, top: int) -> Table:
+    """Return a table of the best, of what else fits, and of what fits and is faster at a cost in accuracy."""
+    table = Table(title="What fits: the best, then others from the fastest on", title_justify="left")
+    for name in ("step", "card", "host", "flags", "costs in accuracy"):
+        table.add_column(name, justify="left" if name in ("flags", "costs in accuracy") else "right")
+    for each in plan.ranked[:top]:
+        cells = [seconds_text(each.seconds), str(each.estimate.device), str(each.estimate.host)]
+        style = "bold" if each is plan.best else None
+        table.add_row(*cells, escape(flags(each)) or "as asked for", ", ".join(each.way.costs), style=style)
+    return table
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Say why the best is the best, and why each of the others is not, by groups that are alike."""
+    found = [*_about_accuracy(plan)]
+    if not plan.asked.fits:
+        found.append(f"As asked for it {'; '.join(plan.asked.lacks)}.")
+    found += _losers(plan)
+    found += _untried(plan)
+    if plan.best is None:
+        found.append("Nothing fits. Take a smaller model, picture or clip, a card with more memory, or more host memory.")
+    return found
+
+
+def flags(option: Option) -> str:
+    """Return what a way adds to the command."""
+    return " ".join(flag_words(option.changes))
+
+
+def _about_accuracy(plan: Plan) -> list[str]:
+    best = plan.best
+    if best is None:
+        return []
+    if not best.way.is_exact:
+        return [f"Nothing fits without a cost in accuracy; the best has {', '.join(best.way.costs)}."]
+    if plan.faster_ones:
+        fastest = min(plan.faster_ones, key=lambda each: each.seconds)
+        costs = ", ".join(fastest.way.costs)
+        return [
+            f"{seconds_text(fastest.seconds)} with {flags(fastest)}, which is not chosen for its cost in accuracy: {costs}."
+        ]
+    return []
+
+
+def _losers(plan: Plan) -> list[str]:
+    """Return a line for each policy and place of which nothing, or not all, fits."""
+    groups: dict[str, list[Option]] = {}
+    for each in plan.losers:
+        groups.setdefault(_group(plan.request.job, each.changes), []).append(each)
+    lines = []
+    for name, options in groups.items():
+        nearest = min(options, key=lambda each: (each.estimate.device, each.estimate.host))
+        count = f" ({len(options)} ways, the smallest of them)" if len(options) > 1 else ""
+        lines.append(f"{name}{count}: {'; '.join(nearest.lacks)}")
+    return lines
+
+
+def _untried(plan: Plan) -> list[str]:
+    counts = Counter(each.why for each in plan.untried)
+    told = [f"{count} {'ways' if count > 1 else 'way'}, {why}" for why, count in counts.items()]
+    return [f"Not tried: {'; '.join(told)}."] if told else []
+
+
+def _group(job: Any, changes: Changes) -> str:
+    """Return the policy and the place of a way as flags, and its batch where it has another."""
+    values = {name: changes.get(name, getattr(job, name, None)) for name in (*_POLICY_FIELDS, *_PLACE_FIELDS)}
+    told = {name: value for name, value in values.items() if value not in (None, False, "auto")}
+    return " ".join(flag_words({**{name: changes[name] for name in _BATCH_FIELDS if name in changes}, **told}))
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time in few digits; of what was not worked out, none."""
+    if math.isinf(seconds):
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.1f} min"

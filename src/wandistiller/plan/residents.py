@@ -1,0 +1,48 @@
+"""How many blocks of a streamed model can stay on the card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from wandistiller.memory.estimates import Estimate, Phase, margin
+from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.stage import Placing
+from wandistiller.memory.uses import Use
+from wandistiller.memory.works import Passes, Training
+
+
+@dataclass(frozen=True)
+class _Streamed:
+    use: Use
+    placing: Placing
+    phase: Phase
+
+
+def resident_blocks(estimate: Estimate, hardware: Hardware) -> int:
+    """Return how many more blocks fit beside a phase that streams a model from host memory, frozen and as it is stored."""
+    found = list(_streamed(estimate))
+    if hardware.card is None or not found:
+        return 0
+    return min(_more(each, hardware) for each in found)
+
+
+def _more(streamed: _Streamed, hardware: Hardware) -> int:
+    held = streamed.phase.reserved
+    # With a margin of 300 MiB or of 3 %, whichever is larger.
+    room = min(hardware.room - margin(0), int(hardware.room / 1.03)) - held
+    blocks = streamed.use.block_bytes
+    return max(0, min(room // max(blocks), len(blocks) - 2))
+
+
+def _streamed(estimate: Estimate) -> Iterator[_Streamed]:
+    for phase in estimate.phases:
+        work = phase.work
+        if isinstance(work, Training):
+            roles = [(work.student, work.placing)] if work.student.trains != "everything" else []
+            roles += [(work.teacher, work.teacher_placing)] if work.teacher is not None else []
+        else:
+            roles = [(work.use, work.placing)] if isinstance(work, Passes) else []
+        for use, placing in roles:
+            if placing.name == "offload" and not placing.eight_bit:
+                yield _Streamed(use, placing, phase)

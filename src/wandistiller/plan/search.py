@@ -1,0 +1,162 @@
+"""The search: ways are tried from the fastest on, and those that cannot be better than what fits are left out, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from wandistiller.memory.estimates import Estimate, Phase, margin
+from wandistiller.memory.hardware import Hardware
+from wandistiller.plan.bounds import Least
+from wandistiller.plan.candidates import Changes, Way
+from wandistiller.plan.residents import resident_blocks
+
+_CHEAP_POLICIES = 2
+"""Policies for which smaller batches are tried whether or not something else fits: the others take longer than these."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way that was tried."""
+
+    way: Way
+    estimate: Estimate
+    lacks: tuple[str, ...]
+    """Why it does not fit; nothing if it does."""
+
+    @property
+    def changes(self) -> Changes:
+        return self.way.changes
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.step_seconds
+
+
+@dataclass(frozen=True)
+class Untried:
+    """A way that was left out."""
+
+    way: Way
+    why: str
+
+
+@dataclass
+class Search:
+    """Tries the ways of a job on a machine."""
+
+    predict: Callable[[Changes], Estimate]
+    least_on_card: Callable[[Changes], Least]
+    hardware: Hardware
+    resident_field: str | None = None
+    """The field that says how many blocks stay on the card, where it is open."""
+    fixed_phases: tuple[str, ...] = ()
+    """Phases that are the same in every way."""
+    num_policies: int = 2
+    """Policies of which something has to fit before the others are left out."""
+
+    def __post_init__(self) -> None:
+        self.found: list[Option] = []
+        self.untried: list[Untried] = []
+        self._working: dict[Hashable, int] = {}
+
+    def run(self, ways: Sequence[Way]) -> None:
+        """Try all that can be the best; the first is worked out in any case."""
+        later = []
+        for way in ways:
+            reason = self._hopeless() or self._reason_against(way)
+            if reason == _LATER:
+                later.append(way)
+            elif reason:
+                self.untried.append(Untried(way, reason))
+            else:
+                self.found += self._tried(way)
+        for way in later:
+            if any(each.fits for each in self.found):
+                self.untried.append(Untried(way, "slower than what fits"))
+            else:
+                self.found += self._tried(way)
+
+    def _hopeless(self) -> str:
+        """Name a phase that is the same in every way and does not fit."""
+        phases = self.found[0].estimate.phases if self.found else ()
+        for phase in phases:
+            if phase.name in self.fixed_phases and not self._fits_card(phase.reserved):
+                return f"{phase.name} alone needs {phase.reserved} and a margin of {margin(phase.reserved)}"
+        return ""
+
+    def _fits_card(self, size: int) -> bool:
+        return self.hardware.card is None or size + margin(size) <= self.hardware.room
+
+    def _reason_against(self, way: Way) -> str:
+        """Say why a way cannot be better than those that fit; nothing if it can."""
+        # What costs accuracy has to be better than everything, what costs none than its like.
+        rivals = [each.way for each in self.found if each.fits and (each.way.is_exact or not way.is_exact)]
+        earlier = {each.policy for each in rivals if each.policy < way.policy}
+        alike = [each for each in rivals if each.policy == way.policy]
+        is_fast_enough = any(each.tier == 0 and each.halvings == 0 and each.policy in earlier for each in rivals)
+        if is_fast_enough or len(earlier) >= self.num_policies:
+            return "slower than what fits"
+        if way.halvings and any(each.tier <= way.tier and each.halvings < way.halvings for each in alike):
+            return "slower than a larger batch, which fits"
+        if any(each.tier < way.tier and each.halvings == way.halvings for each in alike):
+            return "slower than what fits"
+        if way.is_slim and any((each.tier, each.halvings) == (way.tier, way.halvings) for each in alike):
+            return "costs accuracy and is no faster"
+        if any(each.changes == _from_memory(way) and not self._fits_card(each.estimate.device) for each in self.found):
+            return "no smaller on the card than what does not fit"
+        return _LATER if way.halvings and (earlier or way.policy >= _CHEAP_POLICIES) else ""
+
+    def _tried(self, way: Way) -> Iterator[Option]:
+        least = self.least_on_card(way.changes)
+        total = least.total(self._working.get(_activations(way), 0))
+        is_first = not self.found
+        if not is_first and not self._fits_card(total):
+            phase = Phase(name="training", peak=total, reserved=total, seconds=float("inf"))
+            lack = f"needs more than {total} and a margin of {margin(total)} on a card that has {self.hardware.room}"
+            yield Option(way, Estimate(phases=(phase,)), (lack,))
+            return
+        option = self._option(way)
+        self._working[_activations(way)] = max(least.working(option.estimate), self._working.get(_activations(way), 0))
+        yield option
+        if self.resident_field is not None:
+            yield from self._with_residents(option, self.resident_field)
+
+    def _with_residents(self, option: Option, field: str) -> Iterator[Option]:
+        """Yield the way with as many blocks on the card as fit, if that is faster."""
+        most = resident_blocks(option.estimate, self.hardware) if self._fits_card(option.estimate.device) else 0
+        # What is there already is rounded up in other ways with more beside it.
+        for count in (most, most - 1, most - 2):
+            if count < 1:
+                return
+            more = self._option(replace(option.way, changes={**option.changes, field: str(count)}))
+            if more.fits:
+                if more.seconds < option.seconds or not option.fits:
+                    yield more
+                return
+
+    def _option(self, way: Way) -> Option:
+        estimate = self.predict(way.changes)
+        return Option(way, estimate, tuple(estimate.lacks(self.hardware)))
+
+
+_LATER = "only if nothing else fits"
+
+
+def _from_memory(way: Way) -> Changes | None:
+    """Return the way that streams from host memory what this one streams from disk: it holds the same on the card."""
+    for name in ("placement", "teacher_device_strategy"):
+        if way.changes.get(name) == "disk":
+            return {**way.changes, name: "offload"}
+    return None
+
+
+def _activations(way: Way) -> Hashable:
+    """Return what ways have in common that compute the same in the same precision."""
+    names = ("weights_dtype", "parallel", "placement")
+    is_teacher_here = way.changes.get("teacher_device_strategy") != "cpu"
+    return (way.policy, way.halvings, is_teacher_here, *(way.changes.get(name) for name in names))

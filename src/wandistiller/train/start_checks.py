@@ -1,0 +1,37 @@
+"""What a training refuses before it starts, for those who start one and for those who plan one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wandistiller.config.train import TrainConfig
+from wandistiller.errors import UsageError
+
+
+def check_ranks(config: TrainConfig, num_ranks: int) -> None:
+    """Raise ``UsageError`` for what several ranks cannot do together."""
+    if num_ranks > 1 and config.placement == "offload" and not config.lora_rank:
+        raise UsageError(
+            "Ranks that train together cannot each offload all weights.",
+            why="gradients leave for the host before ranks could exchange them.",
+            fix="Train adapters with --lora-rank, cut the weights into slices with --parallel fsdp, or start without torchrun.",
+        )
+
+
+def check_expert(config: TrainConfig, num_experts: int, boundary: float) -> None:
+    """Raise ``UsageError`` where it is not clear which transformer of a model is trained."""
+    if num_experts == 1 and config.expert != "auto":
+        raise UsageError(f"--expert {config.expert}: this model has one transformer.", fix="Leave it away.")
+    if num_experts > 1 and config.expert == "auto":
+        raise UsageError(
+            "This model has two experts, which are trained one at a time.",
+            why=f"one is for sigma above {boundary}, the other for sigma below.",
+            fix="Give --expert high or --expert low.",
+        )
+
+
+def check_text_to_video(transformer: Mapping[str, Any], done: str) -> None:
+    """Raise ``UsageError`` for a model that sees more than latents; ``done`` is what would be done with it."""
+    if transformer["in_channels"] != transformer["out_channels"]:
+        raise UsageError(f"Only text-to-video models can be {done} so far.", fix="Give a T2V or TI2V checkpoint.")

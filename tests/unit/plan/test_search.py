@@ -1,0 +1,127 @@
+"""The search: what could be the best is tried, the rest is counted with its reason, and as many blocks stay as fit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from wandistiller.config.distill import DistillConfig
+from wandistiller.config.plan import PlanConfig, PlanRequest
+from wandistiller.config.sample import SampleConfig
+from wandistiller.config.train import TrainConfig
+from wandistiller.memory.estimates import Estimate, Phase
+from wandistiller.memory.hardware import described
+from wandistiller.models.shapes import Shapes, find_shapes
+from wandistiller.models.sizes import SIZES
+from wandistiller.plan.bounds import Least, least_on_card
+from wandistiller.plan.candidates import Way
+from wandistiller.plan.planner import Plan, make_plan
+from wandistiller.plan.ranking import reasons
+from wandistiller.plan.search import Search
+from wandistiller.sample.prediction import predict_sample
+from wandistiller.train.prediction import predict_distill, predict_train
+from wandistiller.units import Bytes
+
+GIB = 2**30
+CARD = described(card="rtx4090", host_memory=Bytes(64 * GIB))
+
+
+def searched(ways, **options):
+    """Try ways of which the changes say what is predicted: gibibytes and seconds."""
+
+    def predict(changes):
+        size = Bytes(round(changes["gib"] * GIB))
+        return Estimate(phases=(Phase(name="training", peak=size, reserved=size, seconds=changes["seconds"]),))
+
+    search = Search(predict=predict, least_on_card=lambda changes: Least(), hardware=CARD, **options)
+    search.run(ways)
+    return search
+
+
+def way(gib, seconds, **place):
+    return Way(changes={"gib": gib, "seconds": seconds}, **place)
+
+
+def plan_of(search):
+    job = TrainConfig(model="wan2.1-1.3b", dataset_path="clips")
+    fitting = sorted((each for each in search.found if each.fits), key=lambda each: (not each.way.is_exact, each.seconds))
+    losers = tuple(each for each in search.found[1:] if not each.fits)
+    request = PlanRequest(command="train", job=job)
+    return Plan(request, CARD, search.found[0], tuple(fitting), losers, tuple(search.untried))
+
+
+def test_a_smaller_batch_is_tried_although_a_slower_way_fits():
+    search = searched([way(30, 1.0), way(10, 2.3, tier=1), way(15, 1.7, halvings=1), way(5, 2.5, policy=1)])
+    assert [each.seconds for each in search.found if each.fits] == [2.3, 1.7, 2.5]
+    assert plan_of(search).best.seconds == 1.7
+
+
+def test_nothing_slower_than_the_fastest_place_is_tried_once_it_fits():
+    search = searched([way(10, 1.0), way(5, 2.0, tier=1), way(8, 1.5, halvings=1), way(3, 3.0, policy=1)])
+    assert len(search.found) == 1 and len(search.untried) == 3
+    assert any("Not tried: 2 ways, slower than what fits" in line for line in reasons(plan_of(search)))
+
+
+def test_what_costs_accuracy_is_listed_and_chosen_only_where_nothing_else_fits():
+    rough = way(10, 0.5, tier=1, is_exact=False, costs=("weights in 8 bits",))
+    search = searched([way(30, 0.4), way(10, 2.0, tier=1), rough])
+    plan = plan_of(search)
+    assert plan.best.seconds == 2.0 and [each.seconds for each in plan.faster_ones] == [0.5]
+    assert "weights in 8 bits" in reasons(plan)[0]
+    alone = plan_of(searched([way(30, 0.4), rough]))
+    assert alone.best.seconds == 0.5 and "Nothing fits without a cost in accuracy" in reasons(alone)[0]
+
+
+def test_what_was_asked_for_wins_among_those_as_fast():
+    search = searched([way(10, 1.01), way(5, 1.0)])
+    assert plan_of(search).best.seconds == 1.01
+
+
+def test_a_phase_that_no_way_changes_ends_the_search():
+    search = searched([way(30, 1.0), way(10, 1.0), way(5, 1.0)], fixed_phases=("training",))
+    assert len(search.found) == 1 and "training alone needs 30.0 GiB" in search.untried[0].why
+
+
+def test_losers_are_told_by_policy_and_place():
+    options = [way(30 + n, 1.0) for n in range(3)]
+    lines = reasons(plan_of(searched(options)))
+    assert any(
+        "--activation-policy none --placement gpu (2 ways, the smallest of them): needs 31.0 GiB" in each for each in lines
+    )
+
+
+@pytest.fixture(scope="module")
+def streamed():
+    """Latents alone, so that there is nothing but the transformer."""
+    job = SampleConfig(model="wan2.1-1.3b", cond=Path("c"), output=Path("a.safetensors"), width=64, height=64, cfg_scale=1.0)
+    options = PlanConfig(card="rtx4090", gpu="3000MiB", ram="64GiB")
+    return job, make_plan(PlanRequest(command="sample", job=job, options=options))
+
+
+def test_as_many_blocks_stay_as_fit(streamed):
+    job, plan = streamed
+    best = plan.best.changes
+    assert best["placement"] == "offload" and 0 < int(best["resident"]) < 28
+    one_more = replace(job, **{**best, "resident": str(int(best["resident"]) + 1)})
+    assert predict_sample(one_more, find_shapes("wan2.1-1.3b"), plan.hardware).lacks(plan.hardware)
+    assert plan.best.seconds < next(each.seconds for each in plan.fitting if each.changes == {"placement": "offload"})
+
+
+def test_the_least_is_never_more_than_the_prediction():
+    size = SIZES["tiny"]
+    shapes = Shapes(transformers=[size.transformer], vae=size.vae, text_encoder=None, size=size)
+    about = {"dataset_path": "clips", "frames": (9,), "width": 64, "height": 64}
+    train, distill = TrainConfig(model="tiny", **about), DistillConfig(teacher_path="tiny", **about)
+    jobs = [
+        (predict_train, train),
+        (predict_train, replace(train, weights_dtype="bfloat16", rounding="stochastic")),
+        (predict_train, replace(train, optimizer="adafactor", activation_policy="full")),
+        (predict_train, replace(train, placement="offload")),
+        (predict_train, replace(train, lora_rank=4, placement="offload")),
+        (predict_distill, distill),
+        (predict_distill, replace(distill, teacher_device_strategy="offload", optimizer="adamw8bit", use_ema=True)),
+    ]
+    for predict, job in jobs:
+        least, estimate = least_on_card(job, shapes, CARD), predict(job, shapes, CARD)
+        peak = estimate.phases[-1].peak
+        assert 0 < least.total() <= peak and least.total(least.working(estimate)) <= peak
