@@ -31,8 +31,8 @@ INTRODUCTION = """# What fits on my card
 Predicted by `wandistiller plan` for a machine with {ram} of host memory and a bus of 25 GB/s, without trying: no figure here
 was written by hand. Each cell has the memory that PyTorch will hold of the card at most, the time of a step, and the flags that
 it takes beside the command's own. Sizes of pictures and clips are those that the model is usually sampled at, unless a row says
-another. Distillation is on a data set, with the teacher asked in every step. **No** is also said of what would take more than ten
-minutes a step. What costs accuracy (8 bits, another optimiser, updates rounded at random) is taken where nothing else fits, and
+another. Distillation is on a data set, with the teacher asked in every step. **No** is also said of what would take more than
+ten minutes a step. What costs accuracy (8 bits, another optimiser, updates rounded at random) is taken where nothing else fits, and
 marked ≈. Times are by the cards' published figures (the H200's are measured); memory does not depend on them.
 [`plan --verify`](plan.md) holds both to real steps.
 
@@ -41,7 +41,7 @@ Plan your own: `wandistiller plan train --model wan2.2-5b --lora-rank 32 --card 
 
 
 def jobs(size: str, student: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the rows of a model's table, what they are called and the command that they plan; ``student`` is a small one's file."""
+    """Yield the rows of a model's table, what they are called and the command that they plan; ``student`` is a file."""
     yield "a picture", ["sample", "--model", size, "--output", "a.png"]
     yield "a clip", ["sample", "--model", size, "--output", "a.mp4"]
     expert = ["--expert", "high"] if size.endswith("a14b") else []
@@ -64,7 +64,7 @@ def cell(plan: Plan) -> str:
     best = plan.best
     if best is None or best.seconds > MOST_SECONDS:
         return "no"
-    flags = [" ".join(flag_words({name: value})) for name, value in best.changes.items() if value is not False]
+    flags = [" ".join(flag_words({name: value})) for name, value in best.changes.items() if value not in (False, "gpu")]
     return "<br>".join(
         [
             f"**{best.estimate.device / 2**30:.1f} GiB**, {seconds_text(best.seconds)}{'' if best.way.is_exact else ' ≈'}",
