@@ -32,8 +32,8 @@ Predicted by `wandistiller plan` for a machine with {ram} of host memory and a b
 was written by hand. Each cell has the memory that PyTorch will hold of the card at most, the time of a step, and the flags that
 it takes beside the command's own. Sizes of pictures and clips are those that the model is usually sampled at, unless a row says
 another. Distillation is on a data set, with the teacher asked in every step. **No** is also said of what would take more than
-ten minutes a step. What costs accuracy (8 bits, another optimiser, updates rounded at random) is taken where nothing else fits, and
-marked ≈. Times are by the cards' published figures (the H200's are measured); memory does not depend on them.
+ten minutes a step. What costs accuracy (8 bits, another optimiser, updates rounded at random) is taken where nothing else fits,
+and marked ≈. Times are by the cards' published figures (the H200's are measured); memory does not depend on them.
 [`plan --verify`](plan.md) holds both to real steps.
 
 Plan your own: `wandistiller plan train --model wan2.2-5b --lora-rank 32 --card rtx4090 --ram 64GiB`
