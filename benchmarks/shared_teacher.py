@@ -2,9 +2,10 @@
 
 python benchmarks/shared_teacher.py --output benchmarks/results [--ranks 4] [--gigabytes 1]
 
-Real ``distill`` jobs under torchrun on the CPU, the teacher computing there or offloaded, its 16-bit weights as they are or in
-8 bits. What is measured is the proportional set size of all ranks together while they train: memory that n processes share
-counts 1/n in each. What the same job takes with a tiny teacher is subtracted.
+Real ``distill`` jobs under torchrun on the CPU, the teacher computing there or offloaded. What is measured is the proportional
+set size of all ranks together while they train: memory that n processes share counts 1/n in each; apart, in mappings of files
+with weights and in all others. Of the others, what the same job has with a tiny teacher is subtracted, and what each rank would
+have on its card: slots, and weights that are in no block. What is left is for computing, or for copies that should not be.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,48 +37,92 @@ GB = 1e9
 STEPS = 6
 WORLD = ["--dataset-path", "world:16:1x32x32", "--width", "32", "--height", "32", "--frames", "1", "--max-aspect", "1"]
 FLAGS = [*WORLD, "--batch-size", "1", "--workers", "0", "--num-steps", str(STEPS), "--log-every", "1", "--save-every", "0"]
-WAYS = {"cpu": [], "offload": [], "offload, 8 bits": ["--teacher-dtype", "float8"]}
+WAYS = ("cpu, float32", "cpu, bfloat16", "offload, float32", "offload, bfloat16", "offload, float8")
+NUM_SLOTS = 2
 MOST_RATIO = 1.15
 
 
-def make_teacher(folder: Path, gigabytes: float) -> int:
-    """Write a pipeline with a transformer of about so many gigabytes in bfloat16; return its bytes."""
-    tiny = random_tiny_folder()
-    for part in tiny.iterdir():
+@dataclass(frozen=True)
+class Teacher:
+    """A pipeline with a large transformer of random weights."""
+
+    folder: Path
+    num_bytes: int
+    block_bytes: int
+    rest_bytes: int
+    """In no block: embeddings and the like."""
+
+
+def make_teacher(folder: Path, gigabytes: float, dtype: torch.dtype) -> Teacher:
+    """Write one that has about so many gigabytes."""
+    folder.mkdir()
+    for part in random_tiny_folder().iterdir():
         if part.name != "transformer":
             (folder / part.name).symlink_to(part)
     config = {**SIZES["tiny"].transformer, "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960}
-    empty = build_empty(TRANSFORMER, {**config, "num_layers": 1}, dtype=torch.bfloat16)
-    a_block = sum(each.numel() * 2 for each in empty.blocks[0].parameters())
-    model = build_empty(TRANSFORMER, {**config, "num_layers": round(gigabytes * GB / a_block)}, dtype=torch.bfloat16)
+    one = build_empty(TRANSFORMER, {**config, "num_layers": 1}, dtype=dtype)
+    block_bytes = sum(each.nbytes for each in one.blocks[0].parameters())
+    model = build_empty(TRANSFORMER, {**config, "num_layers": round(gigabytes * GB / block_bytes)}, dtype=dtype)
     weights = RandomWeights(model)
     for name in track(list(model.state_dict()), "Writing the teacher"):
         set_tensor(model, name, weights(name).clone())
     model.save_pretrained(folder / "transformer")
-    return sum(each.nbytes for each in model.parameters())
+    num_bytes = sum(each.nbytes for each in model.parameters())
+    return Teacher(folder, num_bytes, block_bytes, num_bytes - len(model.blocks) * block_bytes)
 
 
-def set_size(process: psutil.Process) -> int:
-    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a process, or of several: in mappings of weights, and all others."""
+
+    weights: int = 0
+    others: int = 0
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.weights + other.weights, self.others + other.others)
 
 
-def measure(teacher: Path | str, way: str, ranks: int, folder: Path) -> int:
-    """Return the most that the ranks of a job have together while they train."""
+def held_by(process: psutil.Process) -> Held:
+    """Read proportional set sizes."""
+    found, is_weights = Held(), False
+    for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_weights = line.endswith((".weights", ".safetensors"))
+        elif line.startswith("Pss:"):
+            size = int(line.split()[1]) * 1024
+            found += Held(weights=size) if is_weights else Held(others=size)
+    return found
+
+
+def together(processes: list[psutil.Process]) -> Held:
+    """Return what processes have in all; they stand still meanwhile, or pages would count for one that others let go."""
+    for each in processes:
+        each.suspend()
+    try:
+        return sum((held_by(each) for each in processes), start=Held())
+    finally:
+        for each in processes:
+            each.resume()
+
+
+def measure(teacher: Path | str, way: str, ranks: int, folder: Path) -> Held:
+    """Return the most that the ranks of a job have together while they train, of either kind."""
     launch = ["--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "wandistiller", "distill", *FLAGS]
     command += ["--teacher-path", str(teacher), "--student-config", str(folder / "student.json")]
-    command += ["--teacher-device-strategy", way.split(",", maxsplit=1)[0], *WAYS[way], "--output-dir", str(folder / "run")]
+    strategy, dtype = way.split(", ")
+    command += ["--teacher-device-strategy", strategy, "--teacher-dtype", dtype, "--output-dir", str(folder / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    most = 0
+    most = Held()
     with (folder / "log").open("w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         while job.poll() is None:
             # Loading is over when the first step is written down.
             if (folder / "run" / "metrics.jsonl").exists():
                 try:
-                    most = max(most, sum(set_size(each) for each in ranks_of(job)))
-                except (OSError, psutil.Error, StopIteration):  # about to end
+                    now = together(ranks_of(job))
+                    most = Held(max(most.weights, now.weights), max(most.others, now.others))
+                except (OSError, psutil.Error):  # about to end
                     continue
             time.sleep(0.1)
     if job.returncode:
@@ -91,34 +138,36 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as place:
-        large = Path(place) / "teacher"
-        large.mkdir()
-        num_bytes = make_teacher(large, arguments.gigabytes)
-        student = dict(SIZES["tiny"].transformer)
-        for way in arguments.ways:
-            found = {}
-            for name, teacher in (("tiny", "tiny-random"), ("large", large)):
-                folder = Path(place) / f"{way}-{name}"
+    for way in arguments.ways:
+        strategy, dtype = way.split(", ")
+        found = {}
+        with tempfile.TemporaryDirectory() as place:
+            stored_as = {"float32": torch.float32}.get(dtype, torch.bfloat16)
+            teacher = make_teacher(Path(place) / "teacher", arguments.gigabytes, stored_as)
+            for name, path in (("tiny", "tiny-random"), ("large", teacher.folder)):
+                folder = Path(place) / name
                 folder.mkdir()
-                (folder / "student.json").write_text(json.dumps({**student, "num_layers": 2}))
-                found[name] = measure(teacher, way, arguments.ranks, folder)
-            stored = num_bytes * (0.52 if "8 bits" in way else 1)
-            row = {
-                "way": way,
-                "ranks": arguments.ranks,
-                "teacher_gb": num_bytes / GB,
-                "with_a_tiny_teacher_gb": found["tiny"] / GB,
-                "with_this_teacher_gb": found["large"] / GB,
-                "for_the_teacher_gb": (found["large"] - found["tiny"]) / GB,
-                "ratio": (found["large"] - found["tiny"]) / stored,
-            }
-            rows.append(row)
-            print(
-                f"{way:18} teacher of {row['teacher_gb']:.2f} GB, {arguments.ranks} ranks: {row['for_the_teacher_gb']:.2f} GB "
-                f"for it in all, {row['ratio']:.2f} times what it has (at most {MOST_RATIO} is wanted)",
-                flush=True,
-            )
+                (folder / "student.json").write_text(json.dumps({**SIZES["tiny"].transformer, "num_layers": 2}))
+                found[name] = measure(path, way, arguments.ranks, folder)
+        on_card = arguments.ranks * (NUM_SLOTS * teacher.block_bytes + teacher.rest_bytes) if strategy == "offload" else 0
+        row = {
+            "way": way,
+            "ranks": arguments.ranks,
+            "teacher_gb": teacher.num_bytes / GB,
+            "weights_in_host_memory_gb": found["large"].weights / GB,
+            "on_cards_gb": on_card / GB,
+            "other_memory_gb": found["large"].others / GB,
+            "other_memory_with_a_tiny_teacher_gb": found["tiny"].others / GB,
+            "for_computing_gb": (found["large"].others - found["tiny"].others - on_card) / GB,
+        }
+        rows.append(row)
+        print(
+            f"{way:18} teacher of {row['teacher_gb']:.2f} GB, {arguments.ranks} ranks: "
+            f"{row['weights_in_host_memory_gb']:.2f} GB of its weights in host memory in all (at most {MOST_RATIO} times its "
+            "size is wanted); on cards "
+            f"{row['on_cards_gb']:.2f} GB, for computing {row['for_computing_gb']:.2f} GB",
+            flush=True,
+        )
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "shared-teacher.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 

@@ -1,11 +1,15 @@
 """A rank that is killed, stops, or leaves the others waiting: the job comes back, or ends in time and says who and what."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
-from helpers.torchrun import torchrun
+from helpers.ranks import free_port
+from helpers.torchrun import SOURCE, torchrun
 from safetensors.torch import load_file
 
 from wandistiller.api import train
@@ -54,6 +58,35 @@ def test_a_job_whose_rank_was_killed_comes_back_from_the_last_state(run, tmp_pat
     expected = weights(tmp_path / "straight")
     for name, value in weights(tmp_path / "run").items():
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_rank_of_one_of_two_machines_is_killed_and_both_come_back_at_once(tmp_path):
+    """Where it died it is a restart, for the other machine a change of membership: they do not count alike."""
+    script = tmp_path / "mishap.py"
+    once = "os.path.exists('killed') or (open('killed', 'w'), os.kill(os.getpid(), signal.SIGKILL))"
+    script.write_text(MISHAP.format(mishap=once, step=3))
+    port = free_port()
+    flags = [*FLAGS, "--num-steps", "6", "--save-every", "2", "--output-dir", "run"]
+    launch = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.5", "--rdzv-backend=c10d"]
+    launch += [f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=two"]
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *launch, f"--rdzv-conf=is_host={number}", str(script), *flags],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        )
+        for number in (1, 0)
+    ]
+    printed = [each.communicate(timeout=240)[1] for each in machines]
+    assert [each.returncode for each in machines] == [0, 0], printed
+    assert (tmp_path / "killed").exists()
+    text = "".join(printed)
+    assert len(re.findall(r"Going on from .*, step 2\n", text)) == 1, text
+    assert "Another rank is gone" not in text, "nobody takes the dead for the living"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 7))
 
 
 def test_a_rank_that_stops_is_named_within_the_set_time(run):

@@ -23,6 +23,7 @@ def read(folder):
 def test_two_ranks_are_one_with_the_same_global_batch(tmp_path):
     done = torchrun(SCRIPT, *FLAGS, "--batch_size", 1, "--checkpoint_dir", tmp_path / "two", "--distributed")
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("of each of 2 ranks") == 1, "the first one says what each will take"
     same = {"learning_rate": 1e-3, "num_steps": 4, "log_every": 1, "workers": 0, "width": 32, "height": 32, "max_aspect": 1.0}
     train(model="tiny-random", dataset_path="world:12:1x32x32", frames=(1,), **same, batch_size=2, output_dir=tmp_path / "one")
     (losses, weights), (expected_losses, expected) = read(tmp_path / "two"), read(tmp_path / "one")

@@ -34,6 +34,7 @@ from wandistiller.distributed.ranks import rank_device, read_ranks
 from wandistiller.errors import MediaError, OutputError
 from wandistiller.files import check_can_write
 from wandistiller.memory.advice import Remedy
+from wandistiller.memory.encoder_phases import TEXT_ROOM
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.placement import Subject
@@ -357,7 +358,7 @@ def place_text_encoder(encoder: nn.Module, device: torch.device) -> None:
     if device.type == "cpu":
         return
     blocks = list(encoder.get_submodule("encoder.block"))
-    choose_placement("auto", headroom=Bytes(2**30)).attach(Subject(model=encoder, blocks=blocks), device)
+    choose_placement("auto", headroom=TEXT_ROOM).attach(Subject(model=encoder, blocks=blocks), device)
 
 
 def _find_remedies(job: EncodeJob, failure: Failure) -> list[Remedy]:

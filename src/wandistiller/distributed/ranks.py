@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,16 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from wandistiller.distributed.failures import num_restarts
-from wandistiller.distributed.watch import Watch, noted
-from wandistiller.errors import RankError, UsageError
+from wandistiller.distributed.meeting import meet
+from wandistiller.distributed.watch import Watch
+from wandistiller.doing import noted
+from wandistiller.errors import UsageError
 
 _meshes: list[DeviceMesh] = []
+_stores: list[dist.Store] = []
+_POLL_SECONDS = 0.1
+_NCCL_GRACE_SECONDS = 30.0
+"""So much later NCCL aborts a process that waits: the watch has said why before."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,13 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    ranks_here: int = 1
+    """On this machine."""
+
+    def cards(self, count: int) -> range:
+        """Return which of a machine's GPUs are this rank's: each has as many."""
+        share = count // self.ranks_here
+        return range(self.local_rank * share, (self.local_rank + 1) * share)
 
     @property
     def is_first(self) -> bool:
@@ -43,7 +56,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        with noted("gathering what all ranks have"):
+        with noted("gathering what all ranks have", waits_for_ranks=True):
             dist.all_gather_object(found, value)
         return found
 
@@ -52,22 +65,31 @@ class Ranks:
         if self.world_size == 1:
             return value
         found = [value]
-        with noted("waiting for what the first rank has"):
+        with noted("waiting for what the first rank has", waits_for_ranks=True):
             dist.broadcast_object_list(found, src=0)
         return found[0]
 
     def wait(self) -> None:
         """Return when every rank is here."""
         if self.world_size > 1:
-            with noted("waiting for all ranks"):
+            with noted("waiting for all ranks", waits_for_ranks=True):
                 dist.barrier()
+
+    def wait_long(self) -> None:
+        """The same where some rank may take hours: not by a collective, which gives up after ``--rank-timeout``."""
+        if self.world_size > 1:
+            store = _stores[-1]
+            with noted("waiting for what one rank does"):
+                everybody = -(-store.add("waiting", 1) // self.world_size) * self.world_size
+                while store.add("waiting", 0) < everybody:
+                    time.sleep(_POLL_SECONDS)
 
     def largest(self, value: int) -> int:
         """Return the largest of all ranks' values, the same on all."""
         if self.world_size == 1:
             return value
         found = torch.tensor([value], device=_collective_device())
-        with noted("comparing numbers of all ranks"):
+        with noted("comparing numbers of all ranks", waits_for_ranks=True):
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             return int(found.item())
 
@@ -83,7 +105,7 @@ class Ranks:
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Average a tensor over the ranks, in place."""
         if self.world_size > 1:
-            with noted("averaging numbers of all ranks"):
+            with noted("averaging numbers of all ranks", waits_for_ranks=True):
                 dist.all_reduce(values)
             values /= self.world_size
         return values
@@ -91,10 +113,11 @@ class Ranks:
 
 def read_ranks() -> Ranks:
     """Read who this process is; alone if torchrun did not start it."""
-    environment = os.environ
-    return Ranks(
-        int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")), int(environment.get("LOCAL_RANK", "0"))
-    )
+
+    def number(name: str, alone: str) -> int:
+        return int(os.environ.get(name, alone))
+
+    return Ranks(number("RANK", "0"), number("WORLD_SIZE", "1"), number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager
@@ -113,12 +136,13 @@ def joined(device: torch.device, timeout_seconds: float = 1800.0, *, needs_group
     if device.type == "mps":
         raise UsageError("Several ranks on Apple GPUs are not possible.", fix="Start without torchrun.")
     whole_store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size))
-    # torchrun's store outlives an attempt: addresses of ranks that are gone must not be taken for those of this one.
-    store = dist.PrefixStore(f"attempt-{num_restarts()}", whole_store)
-    watch = Watch(store, ranks.rank, ranks.world_size, timeout_seconds)
+    store = meet(whole_store, ranks.rank, ranks.world_size, timeout_seconds)
+    watch = Watch(store, ranks.rank, ranks.world_size, timeout_seconds, ends_waiting=device.type == "cuda")
     options = {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
+    patience = timeout_seconds + (_NCCL_GRACE_SECONDS if device.type == "cuda" else 0.0)
+    dist.init_process_group(backend, timeout=timedelta(seconds=patience), **options)
     watch.start()
+    _stores.append(store)
     try:
         yield ranks
         # Only after success: a rank that failed must not wait for the others. Until all are here, this one is still alive.
@@ -126,12 +150,9 @@ def joined(device: torch.device, timeout_seconds: float = 1800.0, *, needs_group
     except RuntimeError as error:
         if "timed out" not in str(error).lower():
             raise
-        raise RankError(
-            f"Ranks have waited for each other for more than {timeout_seconds:.0f} s.",
-            why=f"a collective waits for every rank. {watch.describe()}.",
-            fix="Look at the rank that does something else; if that takes so long rightly, give a longer --rank-timeout.",
-        ) from error
+        raise watch.waited_in_vain(timeout_seconds) from error
     finally:
+        _stores.pop()
         watch.stop()
     for mesh in _meshes:
         # Distributed tensors remember for good how an operation is done, and with it the mesh, and with it the group.
@@ -149,16 +170,17 @@ def make_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ..
 
 
 def rank_device(name: str, ranks: Ranks) -> str:
-    """Return the name of the device for a rank: each has a CUDA device of its own."""
+    """Return the name of the device for a rank: each has CUDA devices of its own, and works on the first of them."""
     is_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     if ranks.world_size == 1 or not is_cuda:
         return name
-    if ranks.local_rank >= torch.cuda.device_count():
+    cards = ranks.cards(torch.cuda.device_count())
+    if not cards:
         raise UsageError(
             f"There are more ranks on this machine than its {torch.cuda.device_count()} GPUs.",
             fix="Start with --nproc-per-node of that number, or use --device cpu.",
         )
-    return f"cuda:{ranks.local_rank}"
+    return f"cuda:{cards[0]}"
 
 
 def _collective_device() -> torch.device:

@@ -12,13 +12,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
+from wandistiller import doing
 from wandistiller.distributed.failures import end_rank, end_torchrun_later
 from wandistiller.errors import RankError
 
@@ -26,26 +26,6 @@ LONGEST_SILENCE = 60.0
 """Seconds after which a rank that says nothing is given up, where half of ``--rank-timeout`` is not shorter."""
 _RANKS_A_SECOND = 64
 """So many write and read in a second, so that the store keeps up with any number."""
-
-_doing = "starting"
-_since = time.monotonic()
-
-
-def note(doing: str) -> None:
-    """Say what this process begins to do, for whoever waits for it."""
-    global _doing, _since
-    _doing, _since = doing, time.monotonic()
-
-
-@contextmanager
-def noted(doing: str) -> Iterator[None]:
-    """Say what this process does inside of the block."""
-    before = _doing
-    note(doing)
-    try:
-        yield
-    finally:
-        note(before)
 
 
 @dataclass
@@ -79,11 +59,22 @@ class Watch:
     """Tells of this rank and listens to the others, in two threads."""
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: float, end: Callable[[RankError], None] | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        end: Callable[[RankError], None] | None = None,
+        *,
+        ends_waiting: bool = False,
     ) -> None:
-        """``timeout`` is how long a collective may take, in seconds; ``end`` is what happens to a job that is lost."""
+        """``timeout`` is how long a collective may take, in seconds; ``end`` is what happens to a job that is lost.
+
+        With ``ends_waiting`` a rank that waits for longer is ended from here: NCCL would abort it without a word.
+        """
         self._store = dist.PrefixStore("watch", store.clone())  # a connection of its own
         self._rank = rank
+        self._longest_wait = timeout if ends_waiting else float("inf")
         self._patience = min(timeout / 2, LONGEST_SILENCE)  # before the collective that waits for it gives up
         self._end = end or self._end_all
         self._interval = max(min(1.0, self._patience / 5), world_size / _RANKS_A_SECOND)
@@ -112,7 +103,8 @@ class Watch:
     def describe(self) -> str:
         """Say what every rank is doing, as far as it is known."""
         now = time.monotonic()
-        lines = {self._rank: f"rank {self._rank} (this one): {_doing}, for {now - _since:.0f} s"}
+        mine = doing.now()
+        lines = {self._rank: f"rank {self._rank} (this one): {mine.what}, for {mine.seconds:.0f} s"}
         for other in self._others:
             number, silence = other.number, now - other.heard
             if silence > max(2 * self._interval, self._patience / 2):
@@ -122,9 +114,18 @@ class Watch:
                 lines[number] = f"rank {number}: {other.doing}, for {other.seconds:.0f} s"
         return "; ".join(lines[number] for number in sorted(lines))
 
+    def waited_in_vain(self, seconds: float) -> RankError:
+        """Return what to say of ranks that do not come together."""
+        return RankError(
+            f"Ranks have waited for each other for more than {seconds:.0f} s.",
+            why=f"a collective waits for every rank. {self.describe()}.",
+            fix="Look at the rank that does something else; if that takes so long rightly, give a longer --rank-timeout.",
+        )
+
     def _tell(self) -> None:
         self._count += 1
-        said = [self._count, _doing, round(time.monotonic() - _since, 1), self._host, os.getpid(), self._starter]
+        mine = doing.now()
+        said = [self._count, mine.what, round(mine.seconds, 1), self._host, os.getpid(), self._starter]
         self._store.set(str(self._rank), json.dumps(said))
 
     def _exchange(self) -> None:
@@ -165,10 +166,13 @@ class Watch:
         if self._is_cut_off:
             return RankError(
                 f"Rank {self._rank} has had no contact with the job for {time.monotonic() - self._contact:.0f} s.",
-                why=f"the machine of the job's store or the network between is gone; this rank was {_doing}.",
+                why=f"the machine of the job's store or the network between is gone; this rank was {doing.now().what}.",
                 fix="Look at the other machines and the network, then start all again with --resume auto.",
             )
         silent = [str(other.number) for other in self._silent()]
+        mine = doing.now()
+        if not silent and mine.waits_for_ranks and mine.seconds > self._longest_wait:
+            return self.waited_in_vain(mine.seconds)
         if not silent:
             return None
         ranks = f"Rank {silent[0]} has" if len(silent) == 1 else f"Ranks {', '.join(silent)} have"

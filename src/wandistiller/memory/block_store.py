@@ -72,6 +72,32 @@ class _InHostMemory:
     def host_bytes(self) -> int:
         return sum(flat.numel() for flat in self.flats)
 
+    def _keep(
+        self,
+        sizes: Sequence[int],
+        fill: Callable[[int, Tensor], None],
+        device: torch.device,
+        budget: HostBudget | None,
+        shared_as: str | None,
+    ) -> None:
+        """Make every block's flat bytes, page-locked for a CUDA device; one rank fills what a machine's ranks share."""
+        budget = budget or HostBudget()
+        if shared_as is None:
+            for index, size in enumerate(sizes):
+                self.flats.append(allocate_host(size, device, budget))
+                fill(index, self.flats[index])
+            return
+
+        def filled(name: str) -> Tensor:
+            flat = torch.empty(sizes[int(name)], dtype=torch.uint8)
+            fill(int(name), flat)
+            return flat
+
+        found = share(shared_as, {str(index): (torch.Size([size]), torch.uint8) for index, size in enumerate(sizes)}, filled)
+        self.flats = list(found.values())
+        for flat in self.flats[:1]:  # all are pieces of one
+            lock_pages(flat, device, budget)
+
     def fetch(self, index: int) -> Tensor:
         event = self._held_back.get(index)
         if event is not None:
@@ -117,23 +143,12 @@ class HostStore(_InHostMemory):
         ``shared_as`` is a name under which the ranks of a machine have these blocks in common; nobody may change them then.
         """
         super().__init__(layouts)
-        budget = budget or HostBudget()
-        if shared_as is not None:
-            specs = {str(index): (torch.Size([layout.num_bytes]), torch.uint8) for index, layout in enumerate(layouts)}
-            found = share(shared_as, specs, lambda name: self._filled(int(name), read))
-            self.flats = [found[name] for name in specs]
-            for flat in self.flats[:1]:  # all are pieces of one
-                lock_pages(flat, device, budget)
-            return
-        for index, layout in enumerate(layouts):
-            self.flats.append(self._filled(index, read, allocate_host(layout.num_bytes, device, budget)))
 
-    def _filled(self, index: int, read: Read, flat: Tensor | None = None) -> Tensor:
-        layout = self.layouts[index]
-        flat = torch.empty(layout.num_bytes, dtype=torch.uint8) if flat is None else flat
-        for member in layout.members:
-            member.view(flat).copy_(read(index, member))
-        return flat
+        def fill(index: int, flat: Tensor) -> None:
+            for member in layouts[index].members:
+                member.view(flat).copy_(read(index, member))
+
+        self._keep([layout.num_bytes for layout in layouts], fill, device, budget, shared_as)
 
     def unpack(self, index: int, staging: Tensor, flat: Tensor) -> None:
         raise AssertionError("host memory holds blocks as they are used")
@@ -174,22 +189,33 @@ class QuantisedStore(_InHostMemory):
     """Values that share a factor; a matrix of another size stays as it is."""
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], read: Read, device: torch.device, budget: HostBudget | None = None
+        self,
+        layouts: Sequence[BlockLayout],
+        read: Read,
+        device: torch.device,
+        budget: HostBudget | None = None,
+        shared_as: str | None = None,
     ) -> None:
         super().__init__(layouts)
         # Rounding ten billion numbers takes a minute on a CPU and a second on the card.
         self._rounding_device = device
+        self._counts = [sum(member.shape.numel() for member in self._matrices(layout)) for layout in layouts]
+
         self.worst_error = 0.0
         self._squared_error = self._squared_norm = 0.0
-        self._counts = [sum(member.shape.numel() for member in self._matrices(layout)) for layout in layouts]
-        budget = budget or HostBudget()
-        for index, layout in enumerate(layouts):
-            rest = layout.num_bytes - 2 * self._counts[index]
-            flat = allocate_host(self._scales_end(index) + rest, device, budget)
-            for member in layout.members:
+
+        def fill(index: int, flat: Tensor) -> None:
+            if index == len(layouts):
+                flat.view(torch.float64).copy_(torch.tensor([self._squared_error, self._squared_norm, self.worst_error]))
+                return
+            for member in layouts[index].members:
                 self._store(index, member, read(index, member), flat)
-            self.flats.append(flat)
-        self.staging_bytes = max(flat.numel() for flat in self.flats)
+
+        sizes = [self._scales_end(index) + layout.num_bytes - 2 * self._counts[index] for index, layout in enumerate(layouts)]
+        # After the blocks, for the ranks that do not round: what rounding changed.
+        self._keep([*sizes, 3 * torch.float64.itemsize], fill, device, budget, shared_as)
+        self._squared_error, self._squared_norm, self.worst_error = self.flats.pop().view(torch.float64).tolist()
+        self.staging_bytes = max(sizes)
 
     @property
     def relative_error(self) -> float:

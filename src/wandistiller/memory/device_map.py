@@ -8,6 +8,7 @@ file. A map names modules, flat (``"blocks.0": "cpu"``) or nested (``[blocks] 0 
 from __future__ import annotations
 
 import json
+import logging
 import tomllib
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -185,14 +186,30 @@ def _unsplit(subject: Subject) -> list[str]:
     return sorted({type(block).__name__ for block in subject.blocks})
 
 
-def _footprint(subject: Subject, device_map: DeviceMap) -> Footprint:
-    totals: dict[str, int] = {}
+def shares(subject: Subject, device_map: DeviceMap) -> dict[str, list[int]]:
+    """Return the bytes of each tensor, by the device that it is put on."""
+    found: dict[str, list[int]] = {}
     for name, tensor in named_tensors(subject.model):
         place = _device_of(name, device_map)
         if place == "disk" and (subject.locate is None or subject.locate(name) is None):
             place = "cpu"
         key = f"cuda:{place}" if isinstance(place, int) else str(place or "cpu")
-        totals[key] = totals.get(key, 0) + tensor.numel() * tensor.dtype.itemsize
+        found.setdefault(key, []).append(tensor.numel() * tensor.dtype.itemsize)
+    return found
+
+
+def foreseen_map(name: str, subject: Subject, cards: Mapping[int | str, int], file: Path | None = None) -> DeviceMap:
+    """Return the map that a placement would make on a machine whose cards and host (``cpu``) have so many bytes."""
+    if name == "custom":
+        assert file is not None
+        return read_device_map(file)
+    # It warns of every card that is not here, and the machine may be another one.
+    logging.getLogger("accelerate.utils.modeling").setLevel(logging.ERROR)
+    return (Balanced if name == "balanced" else Sequential)(max_memory=cards).device_map(subject)
+
+
+def _footprint(subject: Subject, device_map: DeviceMap) -> Footprint:
+    totals = {place: sum(sizes) for place, sizes in shares(subject, device_map).items()}
     host, disk = totals.pop("cpu", 0), totals.pop("disk", 0)
     return Footprint(devices={name: Bytes(size) for name, size in totals.items()}, host=Bytes(host), disk=Bytes(disk))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wandistiller.memory.hardware import Card, Hardware
 from wandistiller.memory.tape import BACKWARD, Kernel, Tape
@@ -68,13 +68,25 @@ def _on(card: Card, kernel: Kernel) -> float:
     return moved
 
 
-def streamed(seconds: Seconds, block_bytes: int, rate: float) -> float:
+def streamed(seconds: Seconds, block_bytes: int, rate: float) -> Seconds:
     """Return the time of a step whose blocks come over a bus or from a disk, in each direction of the pass.
 
     Copies run beside the computation, so the slower of the two counts. Of trained blocks the gradients leave at the same time,
     the other way.
     """
     copy = block_bytes / rate
-    forward = max(seconds.forward, copy)
     backward = max(seconds.backward, copy) if seconds.backward else 0.0
-    return max(forward + backward, seconds.to_host, seconds.to_device)
+    return replace(seconds, forward=max(seconds.forward, copy), backward=backward)
+
+
+def updated_on_host(seconds: Seconds, update: float, *, clips: bool) -> float:
+    """Return the time of a step whose blocks are updated in host memory.
+
+    Where gradients are clipped all have to be there first, so the updates run beside the next forward, in its order; else
+    beside backward, whose first blocks are those that the next forward needs last.
+    """
+    if clips:
+        seconds = replace(seconds, forward=max(seconds.forward, update))
+    else:
+        seconds = replace(seconds, backward=max(seconds.backward, update))
+    return seconds.total

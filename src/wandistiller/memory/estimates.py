@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from wandistiller.memory.hardware import Hardware
@@ -11,16 +11,22 @@ from wandistiller.units import Bytes
 
 MIB = 2**20
 Where = Literal["device", "host", "page-locked", "disk"]
+_ON_HOST: tuple[Where, ...] = ("host", "page-locked")
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one role and kind in one place."""
+    """Bytes of one role and kind in one place, for one process."""
 
     role: str
     kind: str
     where: Where
     size: Bytes
+    """The most that there is of it."""
+    at_peak: Bytes | None = None
+    """On the device: what there is of it at the worst moment, when another kind may have taken its place; None for all."""
+    is_shared: bool = False
+    """Whether the processes of a machine have it once for all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,8 @@ class Phase:
     items: tuple[Item, ...] = ()
     peak: Bytes = field(default_factory=lambda: Bytes(0))
     """In use on the device at the worst moment."""
+    passing: Bytes = field(default_factory=lambda: Bytes(0))
+    """In use on the device at the worst moment of forward and backward, updates apart."""
     reserved: Bytes = field(default_factory=lambda: Bytes(0))
     """Held of the device by PyTorch."""
     seconds: float = 0.0
@@ -39,8 +47,16 @@ class Phase:
     work: Any = None
     """What is done, for whoever wants to try it."""
 
-    def total(self, where: Where) -> Bytes:
-        return sum((item.size for item in self.items if item.where == where), Bytes(0))
+    def total(self, where: Where, ranks: int = 1) -> Bytes:
+        """What is in a place, of one process, or of all processes of a machine."""
+        return sum(
+            (Bytes(item.size * (1 if item.is_shared else ranks)) for item in self.items if item.where == where), Bytes(0)
+        )
+
+    def beside(self, role: str) -> Bytes:
+        """What is held of the device beside a role's weights."""
+        weights = sum(item.size for item in self.items if (item.role, item.kind, item.where) == (role, "weights", "device"))
+        return Bytes(self.reserved - weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +66,8 @@ class Estimate:
     phases: tuple[Phase, ...]
     disk: tuple[Item, ...] = ()
     """Caches, states and results."""
+    ranks: int = 1
+    """Processes that each machine has of it."""
 
     @property
     def device(self) -> Bytes:
@@ -57,12 +75,14 @@ class Estimate:
 
     @property
     def host(self) -> Bytes:
-        """Host memory, page-locked included."""
-        return max((Bytes(phase.total("host") + phase.total("page-locked")) for phase in self.phases), default=Bytes(0))
+        """Host memory of a machine, page-locked included."""
+        return max(
+            (Bytes(sum(phase.total(where, self.ranks) for where in _ON_HOST)) for phase in self.phases), default=Bytes(0)
+        )
 
     @property
     def page_locked(self) -> Bytes:
-        return max((phase.total("page-locked") for phase in self.phases), default=Bytes(0))
+        return max((phase.total("page-locked", self.ranks) for phase in self.phases), default=Bytes(0))
 
     @property
     def step_seconds(self) -> float:
@@ -72,28 +92,41 @@ class Estimate:
     def lacks(self, hardware: Hardware) -> list[str]:
         """Say what is not enough, with the margin that a prediction needs; nothing if all fits."""
         found = []
-        on_card = Bytes(self.device + margin(self.device))
-        if hardware.card is not None and on_card > hardware.room:
+        if hardware.card is not None and not fits(self.device, hardware.room):
             found.append(f"needs {self.device} and a margin of {margin(self.device)} on a card that has {hardware.room}")
-        on_host = self.host if hardware.card is not None else Bytes(self.host + self.device)
+        on_host = self.host if hardware.card is not None else Bytes(self.host + self.ranks * self.device)
         if on_host > HOST_SHARE * hardware.host_memory:
             found.append(f"needs {on_host} of host memory, {Bytes(int(HOST_SHARE * hardware.host_memory))} may be used")
         return found
 
 
+_MARGIN, _LEAST_MARGIN = 0.03, 300 * MIB
 HOST_SHARE = 0.9
 """Of the host's memory, what a job may have: the system and the file cache need some."""
 
 
 def margin(size: int) -> Bytes:
     """Return what a prediction of device memory may be off by."""
-    return Bytes(max(round(0.03 * size), 300 * MIB))
+    return Bytes(max(round(_MARGIN * size), _LEAST_MARGIN))
 
 
-def by_kind(items: Sequence[Item]) -> dict[tuple[str, str, Where], Bytes]:
+def fits(size: int, room: int) -> bool:
+    """Say whether a prediction of device memory fits, with what it may be off by."""
+    return size + margin(size) <= room
+
+
+def most_that_fits(room: int) -> Bytes:
+    """Return the largest prediction that fits."""
+    return Bytes(max(int(min(room - _LEAST_MARGIN, room / (1 + _MARGIN))), 0))
+
+
+def by_kind(items: Sequence[Item]) -> dict[tuple[str, str, Where], Item]:
     """Add up items that are alike."""
-    found: dict[tuple[str, str, Where], Bytes] = {}
+    found: dict[tuple[str, str, Where], Item] = {}
     for item in items:
         key = (item.role, item.kind, item.where)
-        found[key] = Bytes(found.get(key, 0) + item.size)
+        now = item.size if item.at_peak is None else item.at_peak
+        if key in found:
+            now, item = Bytes(now + (found[key].at_peak or 0)), replace(item, size=Bytes(item.size + found[key].size))
+        found[key] = replace(item, at_peak=now)
     return found

@@ -15,6 +15,7 @@ import psutil
 import pynvml
 import torch
 
+from wandistiller import doing
 from wandistiller.memory.advice import Remedy, in_order
 from wandistiller.memory.host import page_locked_bytes
 from wandistiller.memory.host_limits import available_host_memory, total_host_memory
@@ -110,7 +111,8 @@ class Monitor:
         self._close_phase()
         self._phases.append((name, role))
         try:
-            yield
+            with doing.noted(f"{name} ({role})" if role else name):
+                yield
         except BaseException as error:
             note_failure(error, self._complete)
             raise

@@ -67,6 +67,8 @@ class Placed:
     detach: Callable[[], None]
     note: str = ""
     """What was chosen and why, where there was a choice."""
+    name: str = ""
+    """What was chosen, where there was a choice."""
     stream: BlockStream | None = None
     """The streamed blocks, where they are."""
     keep_up: Callable[[], str] = lambda: ""
@@ -132,7 +134,9 @@ class OnHost(Placement):
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
         tensors = named_tensors(subject.model)
         mapped = [item for item in tensors if subject.locate is not None and subject.locate(item[0]) is not None]
-        return Footprint(host=Bytes(_total(tensors)), disk=Bytes(_total(mapped)))
+        is_fixed = not any(each.requires_grad for _, each in tensors)
+        host = -(-_total(tensors) // (ranks_here() if is_fixed else 1))  # this rank's part of what is there once
+        return Footprint(host=Bytes(host), disk=Bytes(_total(mapped)))
 
     def attach(self, subject: Subject, device: torch.device) -> Placed:
         cpu = torch.device("cpu")
@@ -194,7 +198,7 @@ class Streamed(Placement):
             read=subject.read,
             quantise=self.quantise,
             budget=HostBudget(self.max_page_locked),
-            shared_as=f"{subject.key} {self._resident}" if self._is_shared(subject) else None,
+            shared_as=f"{subject.key} {self._resident} {self.quantise}" if self._is_shared(subject) else None,
             train=self.train,
         )
         stream.is_timed = self.resident == "auto"
@@ -207,9 +211,9 @@ class Streamed(Placement):
         return 0 if self.resident == "auto" else self.resident
 
     def _is_shared(self, subject: Subject) -> bool:
-        """Whether the ranks of this machine have the blocks in common: of a model that nobody changes, as it is stored."""
+        """Whether the ranks of this machine have the blocks in common: of a model that nobody changes."""
         is_fixed = not self.train and not any(each.requires_grad for each in subject.model.parameters())
-        return ranks_here() > 1 and is_fixed and not self.quantise and subject.read is not None and bool(subject.key)
+        return ranks_here() > 1 and is_fixed and subject.read is not None and bool(subject.key)
 
 
 @register_placement("disk")

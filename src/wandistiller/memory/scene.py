@@ -9,6 +9,20 @@ from wandistiller.memory.allocator_model import AllocatorModel
 from wandistiller.memory.tape import BACKWARD, Key, Tape
 from wandistiller.units import Bytes
 
+_NEVER = 2**62
+
+
+@dataclass
+class _Life:
+    """A tensor of a step: its size, and the moments when it was made and when it was gone."""
+
+    num_bytes: int
+    begin: int
+    end: int = _NEVER
+
+    def is_there(self, moment: int) -> bool:
+        return self.begin <= moment < self.end
+
 
 @dataclass(frozen=True)
 class Played:
@@ -20,6 +34,8 @@ class Played:
     """Made by the step and alive when its backward began."""
     left: dict[Key, int]
     """Made by the step and still there at its end: gradients."""
+    at_peak: dict[str, Bytes]
+    """What the step had made that was there at the worst moment, by kind."""
 
 
 class Scene:
@@ -34,6 +50,11 @@ class Scene:
     def reserved(self) -> Bytes:
         """What the process has taken of the device so far."""
         return Bytes(self._allocator.reserved)
+
+    @property
+    def allocated(self) -> Bytes:
+        """What is in use now."""
+        return Bytes(self._allocator.allocated)
 
     @property
     def held(self) -> dict[tuple[str, str], Bytes]:
@@ -54,25 +75,41 @@ class Scene:
 
     def play(self, tape: Tape, num_blocks: Mapping[str, int]) -> Played:
         """Do what a step does; what it leaves is still there afterwards, until ``drop``."""
-        allocator, alive = self._allocator, dict[Key, int]()
-        allocator.peak_allocated = allocator.allocated
-        kept: int | None = None
-        before = allocator.allocated
+        allocator, lives = self._allocator, dict[Key, _Life]()
+        before = peak = allocator.peak_allocated = allocator.allocated
+        kept, backward = 0, _NEVER
+        moment = worst = 0
         for part, name_of in tape.played(num_blocks):
-            if kept is None and part.place[0].startswith(BACKWARD):
-                kept = allocator.allocated - before
+            if backward == _NEVER and part.place[0].startswith(BACKWARD):
+                kept, backward = allocator.allocated - before, moment
             for own_key, num_bytes in part.events:
                 for key in name_of(own_key):
+                    moment += 1
                     if num_bytes >= 0:
-                        assert key not in alive, f"{key} is made twice"
-                        alive[key] = num_bytes
+                        assert key not in lives, f"{key} is made twice"
+                        lives[key] = _Life(num_bytes, moment)
                         allocator.allocate(key, num_bytes)
+                        if allocator.peak_allocated > peak:
+                            peak, worst = allocator.peak_allocated, moment
                     else:
-                        del alive[key]
+                        lives[key].end = moment
                         allocator.free(key)
-        return Played(Bytes(allocator.peak_allocated), Bytes(kept or 0), alive)
+        left = {key: life.num_bytes for key, life in lives.items() if life.end == _NEVER}
+        return Played(Bytes(peak), Bytes(kept), left, _kinds(lives.values(), worst, backward, peak - before))
 
     def drop(self, played: Played) -> None:
         """Let go of what a step left."""
         for key in played.left:
             self._allocator.free(key)
+
+
+def _kinds(lives: Iterable[_Life], moment: int, backward: int, total: int) -> dict[str, Bytes]:
+    """Sort what was there at a moment: gradients stay, what is kept was there when backward began, the rest is passing."""
+    gradients = kept = 0
+    for life in lives:
+        if life.is_there(moment):
+            is_left = life.end == _NEVER and backward != _NEVER
+            gradients += life.num_bytes if is_left else 0
+            kept += life.num_bytes if not is_left and backward != _NEVER and life.is_there(backward) else 0
+    sizes = {"gradients": gradients, "kept activations": kept, "working memory": total - gradients - kept}
+    return {kind: Bytes(size) for kind, size in sizes.items()}

@@ -7,19 +7,24 @@ whose job was killed is recognised and removed by the next one.
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import hashlib
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 import torch
 from torch import Tensor
 
+from wandistiller.errors import UsageError
 from wandistiller.memory.layout import align
+from wandistiller.units import Bytes
 
 Spec = tuple[torch.Size, torch.dtype]
 _held: list[IO[bytes]] = []
@@ -43,9 +48,10 @@ def share(key: str, specs: Mapping[str, Spec], read: Callable[[str], Tensor]) ->
             remove_abandoned()
             partial = path.with_suffix(".partial")
             with partial.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, total)  # too little room is an error here, not a crash later
-            _fill(_map(partial, total), specs, offsets, read)
-            partial.rename(path)
+                fcntl.flock(file, fcntl.LOCK_EX)  # somebody fills it
+                _reserve(file, total)
+                _fill(_map(partial, total), specs, offsets, read)
+                partial.rename(path)
         _hold(path)
         flat = _map(path, total)
     return {name: _piece(flat, offsets[name], spec) for name, spec in specs.items()}
@@ -53,14 +59,31 @@ def share(key: str, specs: Mapping[str, Spec], read: Callable[[str], Tensor]) ->
 
 def remove_abandoned() -> None:
     """Remove what jobs left that were killed: files that nobody holds."""
-    for path in _folder().glob(f"{_prefix()}*.weights"):
-        with path.open("rb") as file:
+    for path in [found for suffix in ("weights", "partial") for found in _folder().glob(f"{_prefix()}*.{suffix}")]:
+        with suppress(FileNotFoundError), path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
             for suffix in (".weights", ".lock", ".partial"):
                 path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _reserve(file: IO[bytes], size: int) -> None:
+    """Take the room for a file now: too little of it would be a crash later."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        Path(file.name).unlink()
+        if error.errno != errno.ENOSPC:
+            raise
+        room = shutil.disk_usage(_folder())
+        raise UsageError(
+            f"Shared memory ({_folder()}) has room for {Bytes(room.free)}, and {Bytes(size)} are needed.",
+            why="the ranks of this machine share one copy of these weights there.",
+            fix="Make it larger (Docker: --shm-size, Kubernetes: an emptyDir of medium Memory), or take another "
+            "--teacher-device-strategy: disk, or sharded.",
+        ) from error
 
 
 def _folder() -> Path:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
+from wandistiller.config.placement import parse_limits
+from wandistiller.memory.device_map import foreseen_map, shares
 from wandistiller.memory.estimates import Item, Phase, Where
 from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.placement import Footprint, StreamPlan, Subject
 from wandistiller.memory.scene import Played, Scene
 from wandistiller.memory.subjects import choose_placement
@@ -18,6 +22,8 @@ from wandistiller.memory.uses import Use
 from wandistiller.units import Bytes
 
 _CUDA = torch.device("cuda")
+Moment = dict[tuple[str, str], Bytes]
+"""What is on the device at one time, by role and kind."""
 _HOST_STATE = 12
 """Bytes a weight that an optimiser in host memory keeps: a float32 copy and two moments."""
 
@@ -29,10 +35,31 @@ class Placing:
     name: str = "gpu"
     resident: int = 0
     eight_bit: bool = False
+    device_map: Path | None = None
+    """For ``custom``."""
+    max_memory: tuple[str, ...] = ()
+    """Limits for ``balanced`` and ``sequential``, as they are given."""
+    cards: int | None = None
+    """Cards that these are spread over; None for all of a machine."""
 
     @property
     def is_streamed(self) -> bool:
         return self.name in ("offload", "disk")
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether parts are on several cards, and on the host where there is no room on any."""
+        return self.name in ("balanced", "sequential", "custom")
+
+    def spread(self, use: Use, hardware: Hardware) -> dict[str, list[int]]:
+        """Return the bytes of each tensor by where it is."""
+        if hardware.card is None:
+            return {"cpu": [tensor.nbytes for _, tensor in named_tensors(use.model)]}
+        limits: dict[int | str, int] = dict.fromkeys(range(max(hardware.num_cards, 1)), hardware.room)
+        limits["cpu"] = hardware.host_memory
+        limits |= parse_limits(self.max_memory, "--max-memory") or {}
+        subject = _subject(use)
+        return shares(subject, foreseen_map(self.name, subject, limits, self.device_map))
 
     def plan(self, use: Use) -> StreamPlan:
         """Return what streaming a transformer would make."""
@@ -48,37 +75,58 @@ class Stage:
 
     def __init__(self, name: str, hardware: Hardware) -> None:
         self.name = name
+        self._hardware = hardware
         self.scene = Scene()
         self._items: list[Item] = []
-        self._played: list[tuple[str, Played]] = []
+        self._moments: list[Moment] = []
+        self._passing = Bytes(0)
+        self._apart: list[Moment] = []
+        """Parts of moments."""
         card = hardware.card
         self.scene.hold("", "libraries", [card.workspace] if card is not None else [])
 
-    def place(self, use: Use, placing: Placing) -> None:
-        """Put a transformer's weights where they belong."""
+    def place(self, use: Use, placing: Placing, *, adds_gradients: bool = False) -> None:
+        """Put a transformer's weights where they belong; ``adds_gradients`` says that a step adds up several batches'."""
         subject = _subject(use)
         tensors = [*use.model.parameters(), *use.model.buffers()]
         if placing.name == "cpu":
-            self.add(use.name, "weights", "host", sum(tensor.nbytes for tensor in tensors))
+            is_fixed = use.trains == "nothing"
+            self.add(use.name, "weights", "host", sum(tensor.nbytes for tensor in tensors), is_shared=is_fixed)
+            if is_fixed:
+                self.add(use.name, "working memory", "host", Scene().play(use.tape, use.repeats).peak)
+            return
+        if placing.is_spread:
+            self._spread(use, placing.spread(use, self._hardware))
             return
         if not placing.is_streamed:
             self.scene.hold(use.name, "weights", [tensor.nbytes for tensor in tensors])
             return
         trains = use.trains == "everything"
         placement = choose_placement(placing.name, resident=placing.resident, eight_bit=placing.eight_bit, train=trains)
-        self.stream(use.name, placing.plan(use), placement.predict(subject, _CUDA))
+        # Ranks have one copy of weights that nobody changes.
+        is_shared = placing.name == "offload" and use.trains == "nothing"
+        self.stream(use.name, placing.plan(use), placement.predict(subject, _CUDA), is_shared=is_shared)
         if trains:
             self.add(use.name, "gradients", "page-locked", 2 * max(use.block_bytes))
             count = sum(each.numel() for each in use.model.get_submodule("blocks").parameters())
             self.add(use.name, "optimiser", "host", count * _HOST_STATE)
-            self.add(use.name, "gradients", "host", sum(use.block_bytes))
+            # Where several are added up, in float32.
+            self.add(use.name, "gradients", "host", 4 * count if adds_gradients else sum(use.block_bytes))
 
-    def stream(self, role: str, plan: StreamPlan, footprint: Footprint) -> None:
+    def _spread(self, use: Use, found: Mapping[str, list[int]]) -> None:
+        """Put weights onto several cards, of which the fullest counts; those on the host visit a card block by block."""
+        fullest = max((sizes for place, sizes in found.items() if place.startswith("cuda")), key=sum, default=[])
+        elsewhere = sum(found.get("cpu", [])) + sum(found.get("disk", []))
+        self.scene.hold(use.name, "weights", fullest)
+        self.scene.hold(use.name, "slots", [max(use.block_bytes)] if elsewhere else [])
+        self.add(use.name, "weights", "host", sum(found.get("cpu", [])))
+
+    def stream(self, role: str, plan: StreamPlan, footprint: Footprint, *, is_shared: bool = False) -> None:
         """Let a model's blocks visit the device."""
         self.scene.hold(role, "slots", plan.slots)
         self.scene.hold(role, "weights", plan.outside)
-        self.add(role, "weights", "page-locked", footprint.page_locked)
-        self.add(role, "weights", "host", footprint.host)
+        self.add(role, "weights", "page-locked", footprint.page_locked, is_shared=is_shared)
+        self.add(role, "weights", "host", footprint.host, is_shared=is_shared)
 
     def place_slices(self, use: Use, slices: int) -> None:
         """Put a rank's slice of a transformer's weights there, and the blocks that are gathered: one in use, one on its way."""
@@ -90,10 +138,10 @@ class Stage:
         )
         self.scene.hold(use.name, "gathered blocks", [largest] * 2)
 
-    def add(self, role: str, kind: str, where: Where, size: int) -> None:
+    def add(self, role: str, kind: str, where: Where, size: int, *, is_shared: bool = False) -> None:
         """Count something that is not on the device."""
         if size:
-            self._items.append(Item(role, kind, where, Bytes(size)))
+            self._items.append(Item(role, kind, where, Bytes(size), is_shared=is_shared))
 
     def play(self, use: Use) -> Played:
         """Take a step."""
@@ -101,24 +149,36 @@ class Stage:
 
     def play_tape(self, role: str, tape: Tape, repeats: Mapping[str, int] = MappingProxyType({})) -> Played:
         """Take a step that is on tape."""
+        held = self.scene.held
         played = self.scene.play(tape, repeats)
-        self._played.append((role, played))
+        self._passing = max(self._passing, played.peak)
+        self._moments.append({**held, **{(role, kind): size for kind, size in played.at_peak.items()}})
+        # What was kept may have been used up at the worst moment, and gradients be there instead.
+        self._apart.append({(role, "kept activations"): played.kept, (role, "gradients"): Bytes(sum(played.left.values()))})
         return played
+
+    def note(self, role: str = "", played: Played | None = None) -> None:
+        """Count what is there now: all that is held, and what a role's step has left."""
+        held = self.scene.held
+        left = sum(played.left.values()) if played is not None else 0
+        rest = {"gradients": left, "working memory": self.scene.allocated - sum(held.values()) - left}
+        self._moments.append({**held, **{(role, kind): Bytes(size) for kind, size in rest.items()}})
 
     def finished(self, seconds: float, num_steps: int = 1) -> Phase:
         """Return the phase."""
-        items = list(self._items)
-        items += [Item(role, kind, "device", size) for (role, kind), size in self.scene.held.items() if size]
-        held = sum(self.scene.held.values())
-        peak = max((played.peak for _, played in self._played), default=Bytes(held))
-        for role, played in self._played[-1:]:
-            # At the worst moment, what was kept may have been used up and gradients be there instead.
-            items.append(Item(role, "gradients", "device", Bytes(sum(played.left.values()))))
-            items.append(Item(role, "kept activations", "device", played.kept))
+        self.note()
+        worst = max(self._moments, key=lambda moment: sum(moment.values()))
+        most: dict[tuple[str, str], Bytes] = {}
+        for moment in (*self._moments, *self._apart):
+            for label, size in moment.items():
+                most[label] = max(most.get(label, Bytes(0)), size)
+        items = [*self._items]
+        items += [Item(*label, "device", size, worst.get(label, Bytes(0))) for label, size in most.items()]
         return Phase(
             name=self.name,
             items=tuple(item for item in items if item.size),
-            peak=peak,
+            peak=Bytes(sum(worst.values())),
+            passing=self._passing,
             reserved=self.scene.reserved,
             seconds=seconds,
             num_steps=num_steps,

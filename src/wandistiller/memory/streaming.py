@@ -320,7 +320,7 @@ def stream_blocks(
     ``train`` whole blocks are trained: their gradients leave for the host as soon as they are complete, into ``gradients`` or
     to ``on_gradient``. With ``locate``, which says where a tensor lies in the user's files as it is used, blocks are read
     from there when they are needed, and ``read`` is asked for those tensors only that have to be converted. ``shared_as`` is a
-    name under which the ranks of a machine have frozen blocks, as they are, in common.
+    name under which the ranks of a machine have frozen blocks in common.
     """
     device = torch.device(device)
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
@@ -353,8 +353,8 @@ def stream_blocks(
         find = lambda index, member: locate(member_name(member))  # noqa: E731
         stream.store = DiskStore(stream.layouts, read_member, device, find, lane=lane)
     else:
-        make = QuantisedStore if quantise else functools.partial(HostStore, shared_as=shared_as)
-        stream.store = make(stream.layouts, read_member, device, budget)
+        make = QuantisedStore if quantise else HostStore
+        stream.store = make(stream.layouts, read_member, device, budget, shared_as)
     _make_ring(stream)
     _keep_the_rest_on_device(stream, taken, names, read)
     _let_optimisers_step(stream)

@@ -51,7 +51,7 @@ def choose_placement(
     """Return a placement by name with those of the options that concern it; ``train`` is for whole blocks, not adapters."""
     match name:
         case "auto":
-            return find_placement(name, headroom=headroom or Bytes(0))
+            return find_placement(name, headroom=headroom)
         case "offload":
             return find_placement(name, resident=0 if eight_bit else resident, quantise=eight_bit, train=train)
         case "custom":

@@ -11,12 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from wandistiller.flow.path import data_from_velocity, interpolate
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.kept import HostKeeper
-from wandistiller.memory.layout import lay_out, travelling
-from wandistiller.memory.tape import NUM_BLOCKS, Tape
+from wandistiller.memory.layout import lay_out, named_tensors, travelling
+from wandistiller.memory.tape import BACKWARD, NUM_BLOCKS, Tape
 from wandistiller.memory.tracing import Recorder, mark_blocks, materialise, recording
-from wandistiller.models.stored import TRANSFORMER, build_empty
+from wandistiller.memory.vae_checkpointing import checkpoint_vae
+from wandistiller.models.latents import denormalise
+from wandistiller.models.stored import TRANSFORMER, VAE, build_empty
 
 _CPU = torch.device("cpu")
 Trains = Literal["nothing", "adapters", "everything"]
@@ -38,6 +41,37 @@ class Adapters:
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.to(dtype)
+
+
+@dataclass(frozen=True)
+class PixelDecoder:
+    """A VAE whose decoder a loss in pixels goes through, frozen and in float32."""
+
+    config: Mapping[str, Any]
+    is_checkpointed: bool = False
+
+    def build(self) -> nn.Module:
+        """Return the VAE on the meta device."""
+        vae = build_empty(VAE, self.config, dtype=torch.float32).requires_grad_(False)
+        if self.is_checkpointed:
+            checkpoint_vae(vae)
+        return vae
+
+    @cached_property
+    def weights(self) -> list[int]:
+        """Bytes of each of its tensors."""
+        return [tensor.nbytes for _, tensor in named_tensors(self.build())]
+
+    def loss(self, vae: Any, data: Tensor, wanted: Tensor, sigma: Tensor) -> Tensor:
+        """Return how far apart the pixels of two latents are."""
+
+        def decode(latents: Tensor) -> Tensor:
+            pixels: Tensor = vae.decode(denormalise(latents, self.config), return_dict=False)[0]
+            return pixels
+
+        with torch.no_grad():
+            target = decode(wanted)
+        return ((decode(data) - target).abs() * (1 - sigma).view(-1, 1, 1, 1, 1)).mean()
 
 
 _tapes: dict[Hashable, Tape] = {}
@@ -67,6 +101,8 @@ class Use:
     is_compiled: bool = False
     is_streamed: bool = False
     """Whether blocks visit the device, so that gradients of trained ones leave it at once."""
+    pixels: PixelDecoder | None = None
+    """What the student's answer is looked at through, where pixels count too."""
 
     @cached_property
     def model(self) -> nn.Module:
@@ -86,6 +122,11 @@ class Use:
         patch = self.config["patch_size"]
         frames, height, width = (size // each for size, each in zip(self.latent_shape[1:], patch, strict=True))
         return int(frames * height * width)
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -116,6 +157,7 @@ class Use:
         about = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("config", "is_streamed"):
             del about[name]
+        about["pixels"] = repr(self.pixels)
         key = (self._architecture, min(self.num_blocks, NUM_BLOCKS), *about.values())
         if key not in _tapes:
             _tapes[key] = self._record()
@@ -137,8 +179,9 @@ class Use:
             if self.policy != "none" or self.to_host:
                 keeper = HostKeeper(_CPU, allocate=recorder.allocate_host) if self.to_host else None
                 policy = apply_policy(blocks, self.policy, _CPU, keeper=keeper)
+            vae = materialise(recorder, self.pixels.build()) if self.pixels is not None else None
             try:
-                self._step(recorder, model)
+                self._step(recorder, model, vae)
             finally:
                 if policy is not None:
                     policy.detach()
@@ -155,7 +198,7 @@ class Use:
         """How many blocks the tape's are to stand for."""
         return {self.name: self.num_blocks} if self.num_blocks >= NUM_BLOCKS else {}
 
-    def _step(self, recorder: Recorder, model: nn.Module) -> None:
+    def _step(self, recorder: Recorder, model: nn.Module, vae: nn.Module | None) -> None:
         with recorder.elsewhere():
             latents, noise = (torch.empty(self.batch_size, *self.latent_shape) for _ in range(2))
             sigma = torch.empty(self.batch_size)
@@ -163,17 +206,15 @@ class Use:
         is_trained = self.trains != "nothing"
         casts = nullcontext() if self.precision == "no" else torch.autocast("cpu", dtype=_SHORT[self.precision])
         with torch.set_grad_enabled(is_trained), casts:
-            velocity = self._velocity(model, latents, noise, sigma, text)
+            noisy = interpolate(latents, noise, sigma) if is_trained else latents
+            velocity = model(noisy.to(self.dtype), 1000 * sigma, text.to(self.dtype), return_dict=False)[0].float()
             loss = (velocity - (noise - latents)).square().flatten(1).mean(1).mean() if is_trained else None
-            del velocity
+            if loss is not None and vae is not None and self.pixels is not None:
+                loss = loss + self.pixels.loss(vae, data_from_velocity(noisy, velocity, sigma), latents, sigma)
+                recorder.begin((BACKWARD + "vae", -1))
+            del velocity, noisy
         if loss is not None:
             loss.backward()
-
-    def _velocity(self, model: nn.Module, latents: Tensor, noise: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-        weight = sigma.view(-1, 1, 1, 1, 1)
-        noisy = (1 - weight) * latents + weight * noise if self.trains != "nothing" else latents
-        velocity: Tensor = model(noisy.to(self.dtype), 1000 * sigma, text.to(self.dtype), return_dict=False)[0]
-        return velocity.float()
 
     def changed(self, **changes: Any) -> Use:
         """Return another use."""

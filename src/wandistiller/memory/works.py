@@ -7,10 +7,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from wandistiller.memory.durations import Seconds, step_seconds, streamed
-from wandistiller.memory.estimates import Item, Phase
+from wandistiller.errors import UsageError
+from wandistiller.memory.auto import choose
+from wandistiller.memory.durations import Seconds, step_seconds, streamed, updated_on_host
+from wandistiller.memory.encoder_phases import Decoding
+from wandistiller.memory.estimates import HOST_SHARE, Item, Phase, Where, most_that_fits
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
+from wandistiller.memory.placement import Subject
+from wandistiller.memory.scene import Scene
 from wandistiller.memory.stage import Placing, Stage
 from wandistiller.memory.uses import Use
 from wandistiller.units import Bytes
@@ -24,17 +29,56 @@ _UPDATE_TRAFFIC = 28
 def forward_seconds(use: Use, placing: Placing, hardware: Hardware) -> float:
     """Return the time of one pass of a frozen transformer."""
     seconds = step_seconds(use.tape, use.repeats, hardware, is_compiled=use.is_compiled)
-    return placed_seconds(seconds, use, placing, hardware)
+    return placed_seconds(seconds, use, placing, hardware).total
 
 
-def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardware) -> float:
+def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardware) -> Seconds:
     """Return the time of a step with the weights where they live."""
     if placing.name == "cpu" and hardware.card is not None:
-        return step_seconds(use.tape, use.repeats, replace(hardware, card=None)).total
+        return step_seconds(use.tape, use.repeats, replace(hardware, card=None))
+    if placing.is_spread:
+        # One card after the other computes; what is on the host is copied there when its turn comes, beside nothing.
+        found = placing.spread(use, hardware)
+        brought = sum(found.get("cpu", [])) / hardware.bus_rate + sum(found.get("disk", [])) / hardware.disk_rate
+        return replace(seconds, forward=seconds.forward + brought)
     if not placing.is_streamed:
-        return seconds.total
+        return seconds
     rate = hardware.bus_rate if placing.name == "offload" else min(hardware.disk_rate, hardware.bus_rate)
     return streamed(seconds, placing.plan(use).moved_bytes, rate)
+
+
+def foreseen_placing(use: Use, on_device: Phase, hardware: Hardware) -> Placing:
+    """Return what ``auto`` will choose for a role on a machine, from a phase as it is with all of its weights on the device."""
+    if hardware.card is None:
+        return Placing()
+    room = Bytes(max(most_that_fits(hardware.room) - on_device.beside(use.name), 0))
+    host = Bytes(int(hardware.host_memory * HOST_SHARE))
+    subject = Subject(model=use.model, blocks=list(use.model.get_submodule("blocks").children()), locate=lambda name: None)
+    # Ranks have one copy of weights that nobody changes.
+    ranks = 1 if use.trains == "nothing" else max(hardware.num_cards, 1)
+    try:
+        choice = choose(subject, torch.device("cuda"), room, host, ranks)
+    except UsageError:
+        return Placing()
+    return Placing(name=choice.name, resident=getattr(choice.placement, "resident", 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """Pictures drawn now and then while a student is trained, one at a time, by a student that learns nothing meanwhile."""
+
+    student: Use
+    decoding: Decoding
+
+    def play(self, stage: Stage, aside: list[int]) -> None:
+        """Do it; ``aside`` are weights that are put away for their average."""
+        stage.scene.hold(self.student.name, "weights put aside", aside)
+        stage.scene.drop(stage.play(self.student))
+        stage.scene.let_go(self.student.name, "weights put aside")
+        # Another VAE than that of a loss in pixels, where there is one.
+        stage.scene.hold("vae", "weights for pictures", self.decoding.weights)
+        stage.scene.drop(stage.play_tape("vae", self.decoding.tape))
+        stage.scene.let_go("vae", "weights for pictures")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +90,18 @@ class Training:
     optimiser: OptimiserChoice = field(default_factory=OptimiserChoice)
     averages: bool = False
     accumulation: int = 1
+    clips: bool = True
+    """Whether gradients are clipped, so that an update waits for all of them."""
+    is_recorded: bool = False
+    """Whether the step is recorded once and then replayed."""
     teacher: Use | None = None
     teacher_placing: Placing = field(default_factory=Placing)
     teacher_passes: int = 1
+    matches_features: bool = False
+    """Whether the student's blocks learn what blocks of the teacher give."""
+    teacher_slices: int = 1
+    """Ranks that have the teacher between them, each a slice of it."""
+    drawing: Drawing | None = None
     parallel: str = "ddp"
     """How several ranks train it: each with all of it (ddp), or with a slice (fsdp; hsdp within a group)."""
     shard_size: int | None = None
@@ -56,6 +109,8 @@ class Training:
 
     def phase(self, hardware: Hardware, *, name: str = "training", num_steps: int = 1) -> Phase:
         """Return what it takes."""
+        if self._computes_on_host(hardware):
+            return self._phase_on_host(hardware, name, num_steps)
         least = least_kept(self.student)
         if hardware.card is not None and least > 2 * hardware.card.memory:  # hopeless, and long to work out
             kept = Item(self.student.name, "kept activations", "device", least)
@@ -67,10 +122,14 @@ class Training:
         if slices > 1:
             stage.place_slices(student, slices)
         else:
-            stage.place(student, self.placing)
-        if self.teacher is not None:
+            stage.place(student, self.placing, adds_gradients=self.accumulation > 1)
+        if self.teacher is not None and self.teacher_slices > 1:
+            stage.place_slices(self.teacher, self.teacher_slices)
+        elif self.teacher is not None:
             stage.place(self.teacher, self.teacher_placing)
         scene, stepped = stage.scene, self._stepped
+        if student.pixels is not None:
+            scene.hold("vae", "weights", student.pixels.weights)
         scene.hold(student.name, "optimiser", _cut(self.optimiser.masters(stepped), slices))
         if self.averages:
             scene.hold(student.name, "average", _cut([4 * each.numel() for each in student.trained], slices))
@@ -79,29 +138,65 @@ class Training:
             # DDP collects gradients in buckets beside them; slices of them stay for the optimiser.
             scene.hold(student.name, "exchanged gradients", _cut(gradients, slices))
         scene.hold("", "batch", _batch_bytes(student))
+        if self.is_recorded:
+            self._record(scene)
         if student.to_host:
             stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
         for step in range(2):
             if self.teacher is not None and self.teacher_placing.name != "cpu":
                 for _ in range(self.teacher_passes):
                     scene.drop(stage.play(self.teacher))
+            scene.hold(student.name, "matched features", self._feature_bytes)
             played = stage.play(student)
+            scene.let_go(student.name, "matched features")
             scratch = [*self.optimiser.gradients(stepped), *self.optimiser.scratch(stepped)]
-            scene.hold(student.name, "step", _cut(scratch, slices))
+            scene.hold(student.name, "update", _cut(scratch, slices))
+            stage.note(student.name, played)
             scene.drop(played)
             if step == 0:
                 scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
-            scene.let_go(student.name, "step")
+            scene.let_go(student.name, "update")
+        if self.drawing is not None:
+            self.drawing.play(stage, _cut([each.nbytes for each in student.trained], slices) if self.averages else [])
+        return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
+
+    def _record(self, scene: Scene) -> None:
+        """Hold what a recorded step keeps: gradients that stay where they are, and a pool of its own for all that it makes."""
+        pool = Scene()
+        pool.play(self.student.tape, self.student.repeats)
+        scene.hold(self.student.name, "recorded step", [pool.reserved])
+        scene.hold(self.student.name, "added gradients", [each.nbytes for each in self._stepped])
+
+    def with_teacher(self, placing: Placing) -> Training:
+        """Return the same with the teacher elsewhere."""
+        assert self.teacher is not None
+        return replace(self, teacher=self.teacher.changed(is_streamed=placing.is_streamed), teacher_placing=placing)
+
+    def _computes_on_host(self, hardware: Hardware) -> bool:
+        return self.placing.name == "cpu" and hardware.card is not None
+
+    def _phase_on_host(self, hardware: Hardware, name: str, num_steps: int) -> Phase:
+        """Return what it takes where the CPU computes: all that a card would hold, in host memory; batches come from there."""
+        on_host = replace(self, placing=Placing()).phase(replace(hardware, card=None))
+        stage = Stage(name, hardware)
+        for item in on_host.items:
+            where: Where = "host" if item.where == "device" else item.where
+            stage.add(item.role, item.kind, where, item.size if item.at_peak is None else item.at_peak)
+        stage.scene.hold("", "batch", _batch_bytes(self.student))
         return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
 
     def seconds(self, hardware: Hardware) -> float:
         """Return the time of a step."""
         student = self.student
         seconds = step_seconds(student.tape, student.repeats, hardware, is_compiled=student.is_compiled)
-        time = placed_seconds(seconds, student, self.placing, hardware) * self.accumulation
+        placed = placed_seconds(seconds, student, self.placing, hardware)
+        time = placed.total * self.accumulation
         count = sum(each.numel() for each in student.trained)
         if self.is_on_host:
-            time = max(time, count * _HOST_TRAFFIC / hardware.host_rate)
+            update = count * _HOST_TRAFFIC / hardware.host_rate
+            time = placed.total * (self.accumulation - 1) + updated_on_host(placed, update, clips=self.clips)
+        elif self._computes_on_host(hardware):
+            time += count * _UPDATE_TRAFFIC / hardware.host_rate
         elif hardware.card is not None:
             time += count * _UPDATE_TRAFFIC / hardware.card.bandwidth / self.slices(hardware)
         time = max(time, self.exchange_seconds(hardware))
@@ -136,6 +231,17 @@ class Training:
         return passed * (ranks - 1) / ranks / between
 
     @property
+    def _feature_bytes(self) -> list[int]:
+        """Return what is kept of each block to match it: the teacher's answer, the difference in float32, and, where what a
+        block gives would have left for the host, that too."""
+        if not self.matches_features or self.teacher is None:
+            return []
+        values = self.student.batch_size * self.student.num_tokens * self.student.width
+        theirs = self.teacher.batch_size * self.teacher.num_tokens * self.teacher.width * self.teacher.dtype.itemsize
+        mine = 2 if self.student.precision != "no" else self.student.dtype.itemsize
+        return [theirs, 4 * values, *([mine * values] if self.student.to_host else [])] * self.student.num_blocks
+
+    @property
     def is_on_host(self) -> bool:
         """Whether the blocks' optimiser is in host memory."""
         return self.placing.is_streamed and self.student.trains == "everything"
@@ -157,16 +263,20 @@ class Passes:
     """Calls a step: two with guidance."""
     held: tuple[int, ...] = ()
     """Bytes of what is held beside it: latents, velocities."""
+    slices: int = 1
+    """Ranks that have it between them, each a slice of it."""
 
     def phase(self, hardware: Hardware, *, name: str = "denoising", num_steps: int = 1) -> Phase:
         """Return what it takes."""
         stage = Stage(name, hardware)
         use = self.use.changed(is_streamed=self.placing.is_streamed)
-        stage.place(use, self.placing)
+        if self.slices > 1:
+            stage.place_slices(use, self.slices)
+        else:
+            stage.place(use, self.placing)
         stage.scene.hold("", "latents", self.held)
-        if self.placing.name != "cpu":
-            for _ in range(2):
-                stage.scene.drop(stage.play(use))
+        for _ in range(2 if self.placing.name != "cpu" else 0):
+            stage.scene.drop(stage.play(use))
         return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
 
     def seconds(self, hardware: Hardware) -> float:
@@ -187,8 +297,7 @@ def least_kept(use: Use) -> Bytes:
     """
     if use.policy != "none" or use.to_host or use.trains == "nothing":
         return Bytes(0)
-    width = use.config["num_attention_heads"] * use.config["attention_head_dim"]
-    a_token = 2 * (12 * width + 2 * use.config["ffn_dim"])
+    a_token = 2 * (12 * use.width + 2 * use.config["ffn_dim"])
     return Bytes(use.batch_size * use.num_tokens * a_token * use.num_blocks)
 
 

@@ -80,11 +80,12 @@ def find_shapes(source: str) -> Shapes:
     return Shapes(
         transformers=[inspect_checkpoint(pipeline.part(name), TRANSFORMER).config for name in names],
         vae=vae,
-        text_encoder=_read_config(encoder) if encoder is not None else None,
+        text_encoder=read_config(encoder) if encoder is not None else None,
         size=usual_size(vae),
     )
 
 
-def _read_config(folder: Path) -> Config:
+def read_config(folder: Path) -> Config:
+    """Return the configuration of a model in a folder."""
     found: Config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return found

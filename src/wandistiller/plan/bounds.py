@@ -38,20 +38,20 @@ class Least:
 
     def working(self, estimate: Estimate) -> int:
         """Return what a way that was played through had beside what it held, where that was in forward or backward."""
-        found = max((phase.peak - self.held for phase in estimate.phases if isinstance(phase.work, Training)), default=0)
+        found = max((phase.passing - self.held for phase in estimate.phases if isinstance(phase.work, Training)), default=0)
         return found if found > 1.001 * self.update else 0
 
 
 def least_on_card(job: Any, shapes: Shapes, hardware: Hardware) -> Least:
     """Return what a job takes of a card at least; nothing where that is not known without playing it through."""
-    if isinstance(job, TrainConfig) and job.placement != "cpu":
+    if isinstance(job, TrainConfig) and job.placement not in ("cpu", "auto"):
         return least_of_training(train_work(job, shapes, hardware, planned_pixels(job, shapes.vae)), hardware)
     if isinstance(job, DistillConfig):
         factors = {"spatial_factor": shapes.vae["scale_factor_spatial"], "temporal_factor": shapes.vae["scale_factor_temporal"]}
         student = read_student_config(job.student_config, dict(shapes.transformers[0]), **factors)
         job = with_sizes(job, student)
         work = distill_work(job, shapes, student.config, hardware, planned_pixels(job, shapes.vae))
-        is_alone = job.is_stored or job.strategy == "sharded"
+        is_alone = job.is_stored or job.strategy in ("sharded", "auto")
         return least_of_training(replace(work, teacher=None) if is_alone else work, hardware)
     if isinstance(job, TrainVaeConfig):
         least = vae_step(job, shapes, hardware).least(hardware)

@@ -35,9 +35,7 @@ def run_plan(request: PlanRequest) -> Planned:
     if options.verify:
         check_can_verify()
     plan = make_plan(request)
-    if options.json:
-        print(as_json(plan, top=options.top))
-    else:
+    if not options.json:
         show(plan, top=options.top)
     if options.write is not None:
         if plan.best_job is None:
@@ -45,9 +43,9 @@ def run_plan(request: PlanRequest) -> Planned:
         write_config(options.write, plan.best_job, request.command)
         if not options.json:
             say(f"Wrote {options.write}; run it with: wandistiller {request.command} --config {options.write}")
-    if not options.verify:
-        return Planned(plan)
-    comparisons = verify(plan)
-    if not options.json:
+    comparisons = verify(plan) if options.verify and (plan.best is not None or not options.json) else []
+    if options.json:
+        print(as_json(plan, top=options.top, comparisons=comparisons))
+    elif options.verify:
         show_comparisons(comparisons)
     return Planned(plan, tuple(comparisons))

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wandistiller.memory.estimates import Estimate, Phase, by_kind
+from wandistiller.memory.estimates import Estimate, Item, Phase, by_kind
 from wandistiller.memory.hardware import Hardware
 from wandistiller.plan.planner import Plan
 from wandistiller.plan.ranking import flags, ranking, reasons, seconds_text
 from wandistiller.plan.search import Option
-from wandistiller.units import Bytes
+
+_MEANING = (
+    "On the card: what there is at the worst moment, which adds up to what is in use; in brackets, the most at another moment. "
+    "Reserved is what PyTorch holds then, with what it cannot use."
+)
+
+
+class Compared(Protocol):
+    """A phase as it was predicted and as it was."""
+
+    def as_json(self) -> dict[str, Any]: ...
 
 
 def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
@@ -49,8 +60,8 @@ def describe(hardware: Hardware) -> str:
     )
 
 
-def as_json(plan: Plan, *, top: int) -> str:
-    """Return a plan for programs; bytes are numbers."""
+def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> str:
+    """Return a plan for programs, with what was measured of it; bytes are numbers."""
     content: dict[str, Any] = {
         "command": plan.request.command,
         "hardware": {
@@ -66,6 +77,8 @@ def as_json(plan: Plan, *, top: int) -> str:
         "untried": [{"changes": dict(each.way.changes), "why": each.why} for each in plan.untried],
         "run": plan.command,
     }
+    if comparisons:
+        content["measured"] = [each.as_json() for each in comparisons]
     return json.dumps(content, indent=1)
 
 
@@ -76,24 +89,29 @@ def _title(plan: Plan, shown: Option) -> str:
 
 
 def _phases(estimate: Estimate, title: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=_MEANING, caption_justify="left")
     for name in ("phase", "what", "card", "host", "page-locked"):
         table.add_column(name, justify="left" if name in ("phase", "what") else "right")
     for phase in estimate.phases:
-        for number, ((role, kind), sizes) in enumerate(_rows(phase).items()):
+        for number, ((role, kind), cells) in enumerate(_rows(phase).items()):
             what = f"{role} {kind}".strip()
-            cells = [str(Bytes(sizes[where])) if sizes.get(where) else "" for where in ("device", "host", "page-locked")]
-            table.add_row(phase.name if number == 0 else "", what, *cells)
+            sizes = [cells.get(where, "") for where in ("device", "host", "page-locked")]
+            table.add_row(phase.name if number == 0 else "", what, *sizes)
         held = f"in use {phase.peak}, [bold]reserved {phase.reserved}[/bold]"
         table.add_row("", f"[bold]at most[/bold], {seconds_text(phase.seconds)} a step", held, end_section=True)
     return table
 
 
-def _rows(phase: Phase) -> dict[tuple[str, str], dict[str, int]]:
-    rows: dict[tuple[str, str], dict[str, int]] = {}
-    for (role, kind, where), size in by_kind(phase.items).items():
-        rows.setdefault((role, kind), {})[where] = size
+def _rows(phase: Phase) -> dict[tuple[str, str], dict[str, str]]:
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for (role, kind, where), item in by_kind(phase.items).items():
+        rows.setdefault((role, kind), {})[where] = str(item.at_peak) if item.at_peak == item.size else _twice(item)
     return rows
+
+
+def _twice(item: Item) -> str:
+    """What there is at the worst moment, and in brackets the most that there is at another."""
+    return f"{item.at_peak or '-'} ({item.size})"
 
 
 def _option(option: Option) -> dict[str, Any]:
@@ -113,7 +131,14 @@ def _option(option: Option) -> dict[str, Any]:
                 "reserved": int(phase.reserved),
                 "seconds": _number(phase.seconds),
                 "items": [
-                    {"role": item.role, "kind": item.kind, "where": item.where, "bytes": int(item.size)} for item in phase.items
+                    {
+                        "role": item.role,
+                        "kind": item.kind,
+                        "where": item.where,
+                        "bytes": int(item.size),
+                        "at_peak": int(item.size if item.at_peak is None else item.at_peak),
+                    }
+                    for item in phase.items
                 ],
             }
             for phase in option.estimate.phases

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wandistiller.config.placement import parse_limits
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
+from wandistiller.flow.guidance import guide
 from wandistiller.memory.activations import apply_policy
-from wandistiller.memory.encoder_phases import Decoding
+from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.host import page_locked_bytes
 from wandistiller.memory.placement import Placed, Subject
 from wandistiller.memory.rates import synchronise
@@ -26,13 +29,17 @@ from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.devices import free_memory
+from wandistiller.models.latents import denormalise
 from wandistiller.models.random_weights import RandomWeights
 from wandistiller.models.stored import VAE, build_empty
 from wandistiller.train.ema import MovingAverage
+from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
-from wandistiller.train.methods.finetune import FlowMatching
+from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives
+from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.optimisation import Optimisation, OptimiserOptions, Optimises, autocast
+from wandistiller.train.teacher import Answer, tapped
 from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.units import Bytes
 
@@ -50,7 +57,7 @@ class Measured:
     """Of a step, the median."""
 
 
-Work = Training | Passes | Decoding | VaeStep
+Work = Training | Passes | Decoding | Encoding | TextEncoding | VaeStep
 
 
 def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured:
@@ -87,26 +94,24 @@ def _training(work: Training, device: torch.device, ends: ExitStack) -> Callable
     student = work.student
     precision = student.precision
     placed, model = _place(student, work.placing, device, ends)
-    teacher = _place(work.teacher, work.teacher_placing, device, ends)[1] if work.teacher is not None else None
     role = Role(student.name, model, is_trained=True)
+    if work.is_recorded:
+        role.call = GraphedCalls(model, precision, device)
+    method = _method(work, role, device, ends)
     average = MovingAverage(model, role.trained_parameters, 0.999) if work.averages else None
-    options = OptimiserOptions(name=work.optimiser.name, rounding=work.optimiser.rounding)
+    clip = 1.0 if work.clips else None
+    options = OptimiserOptions(name=work.optimiser.name, rounding=work.optimiser.rounding, clip_norm=clip)
     optimisation: Optimises
     if placed.stream is not None and placed.stream.gradients is not None:
         on_host = HostOptimisation(role.trained_parameters, placed.stream, options, precision, device)
         ends.callback(on_host.close)
         optimisation = on_host
     else:
-        optimisation = Optimisation(role.trained_parameters, options, precision, device)
-    method = FlowMatching(role, dtype=student.dtype)
+        optimisation = Optimisation(role.trained_parameters, options, precision, device, keeps_gradients=work.is_recorded)
     batch = Batch(_tensors(student, device), ("",) * student.batch_size, 0, 0)
-    asked = _tensors(work.teacher, device) if work.teacher is not None else {}
 
     def step(number: int) -> None:
         for micro in range(work.accumulation):
-            if teacher is not None and work.teacher is not None:
-                for _ in range(work.teacher_passes):
-                    _call(teacher, work.teacher, asked)
             with autocast(precision, device):
                 loss = method.losses(batch).total
             optimisation.backward(loss, is_last=micro == work.accumulation - 1)
@@ -115,6 +120,60 @@ def _training(work: Training, device: torch.device, ends: ExitStack) -> Callable
             average.update(number)
 
     return step
+
+
+def _method(work: Training, role: Role, device: torch.device, ends: ExitStack) -> FlowMatching | Distillation:
+    """Return the run's own method: with a teacher it is asked as often as a step does, and its blocks are followed."""
+    student, teacher = work.student, work.teacher
+    if teacher is None:
+        return FlowMatching(role, dtype=student.dtype, pixels=_pixel_loss(work, device))
+    weights = {1: (1.0, 0.0), 2: (0.0, 1.0), 3: (1.0, 1.0)}[work.teacher_passes]
+    objectives = Objectives(output=weights[0], guidance=weights[1], feature=float(work.matches_features))
+    channels = None if student.width == teacher.width else torch.arange(student.width, device=device)
+    blocks = [round(index * (teacher.num_blocks - 1) / max(student.num_blocks - 1, 1)) for index in range(student.num_blocks)]
+    return Distillation(
+        role,
+        _OneTeacher(teacher, _place(teacher, work.teacher_placing, device, ends)[1], student.latent_shape[0]),
+        objectives,
+        guidance_scale=2.0,
+        dtype=student.dtype,
+        matched=MatchedBlocks(range(student.num_blocks), blocks, channels),
+    )
+
+
+class _OneTeacher:
+    """Answers as a run's teacher does; of its channels a student that has others is told the first, or some twice."""
+
+    def __init__(self, use: Use, model: nn.Module, channels: int) -> None:
+        self._use = use
+        self._model = model
+        self._channels = channels
+
+    def release(self) -> None:
+        """It stays for as long as the trial does."""
+
+    @torch.no_grad()
+    def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
+        own = self._use.latent_shape[0]
+        asked = {"latents": _with_channels(noisy, own), "sigma": sigma, "text": text}
+        with tapped(self._model, blocks) as features:
+            velocity = _call(self._model, self._use, asked)
+            kept = list(features)
+        if scale != 1.0:
+            velocity = guide(velocity, _call(self._model, self._use, asked), scale)
+        return Answer(_with_channels(velocity, self._channels), kept)
+
+
+def _with_channels(tensor: Tensor, count: int) -> Tensor:
+    return tensor if tensor.shape[1] == count else tensor.repeat(1, -(-count // tensor.shape[1]), 1, 1, 1)[:, :count]
+
+
+def _pixel_loss(work: Training, device: torch.device) -> PixelLoss | None:
+    pixels = work.student.pixels
+    if pixels is None:
+        return None
+    vae: Any = _filled(pixels.build(), device)
+    return PixelLoss(lambda latents: vae.decode(denormalise(latents, pixels.config), return_dict=False)[0], 0.1)
 
 
 def _passes(work: Passes, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
@@ -137,6 +196,31 @@ def _decoding(work: Decoding, device: torch.device, ends: ExitStack) -> Callable
     @torch.no_grad()
     def step(number: int) -> None:
         work.run(vae, latents)
+
+    return step
+
+
+def _encoding(work: Encoding, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
+    vae = _filled(build_empty(VAE, work.config, dtype=work.dtype), device).requires_grad_(False)
+    pixels = torch.rand(1, *work.pixel_shape, dtype=work.dtype, device=device) * 2 - 1
+
+    @torch.no_grad()
+    def step(number: int) -> None:
+        work.run(vae, pixels)
+
+    return step
+
+
+def _text(work: TextEncoding, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
+    subject = replace(work, encoder=copy.deepcopy(work.encoder)).subject
+    placement = choose_placement(work.placing, resident=work.resident)
+    placed = placement.attach(replace(subject, read=RandomWeights(subject.model)), device)
+    if placed.stream is not None:
+        ends.callback(placed.stream.close)
+
+    @torch.no_grad()
+    def step(number: int) -> None:
+        work.run(subject.model, device)
 
     return step
 
@@ -197,7 +281,14 @@ def _place(use: Use, placing: Placing, device: torch.device, ends: ExitStack) ->
         ends.callback(apply_policy(blocks, use.policy, device, to_host=use.to_host).detach)
     weights = RandomWeights(model)
     trains = use.trains == "everything"
-    placement = choose_placement(placing.name, resident=placing.resident, eight_bit=placing.eight_bit, train=trains)
+    placement = choose_placement(
+        placing.name,
+        resident=placing.resident,
+        eight_bit=placing.eight_bit,
+        train=trains,
+        device_map=placing.device_map,
+        max_memory=parse_limits(placing.max_memory, "--max-memory"),
+    )
     placed = placement.attach(Subject(model=model, blocks=blocks, read=weights), device)
     if placed.stream is not None:
         ends.callback(placed.stream.close)
@@ -216,5 +307,7 @@ _STEPS: dict[type, Callable[[Any, torch.device, ExitStack], Callable[[int], None
     Training: _training,
     Passes: _passes,
     Decoding: _decoding,
+    Encoding: _encoding,
+    TextEncoding: _text,
     VaeStep: _vae_training,
 }

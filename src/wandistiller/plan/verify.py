@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,6 +27,18 @@ class Comparison:
     def is_within(self) -> bool:
         """Whether no more was held than the prediction and its margin."""
         return self.measured.reserved <= self.phase.reserved + margin(self.phase.reserved)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        predicted, measured = self.phase, self.measured
+        return {
+            "phase": predicted.name,
+            "is_within": self.is_within,
+            "allocated": [int(predicted.peak), int(measured.allocated)],
+            "reserved": [int(predicted.reserved), int(measured.reserved)],
+            "page_locked": [int(predicted.total("page-locked")), int(measured.page_locked)],
+            "seconds": [predicted.seconds, measured.seconds],
+        }
 
 
 def check_can_verify() -> None:

@@ -22,6 +22,7 @@ from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter
 from wandistiller.models.devices import find_device, find_dtype
 from wandistiller.models.latents import num_tokens
 from wandistiller.models.pipeline import Pipeline, find_pipeline
+from wandistiller.models.shapes import Shapes, read_config
 from wandistiller.models.sizes import SIZES, Size, usual_size
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.text import read_embeddings
@@ -73,6 +74,29 @@ class Job:
     def num_tokens(self) -> int:
         """Tokens of one sample in the transformer."""
         return num_tokens(self.transformers[0].config, self.geometry.latent_shape)
+
+    @property
+    def shapes(self) -> Shapes:
+        """The parts without their weights."""
+        first, geometry = self.transformers[0].config, self.geometry
+        factors = {"scale_factor_spatial": geometry.spatial, "scale_factor_temporal": geometry.temporal}
+        # Without a VAE latents are written as they are.
+        vae = self.vae.config if self.vae is not None else {"z_dim": first["out_channels"], **factors}
+        encoder = None
+        if self.config.cond is None and self.pipeline is not None:
+            encoder = read_config(self.pipeline.part("text_encoder"))
+        configs = [each.config for each in self.transformers]
+        return Shapes(transformers=configs, vae=vae, text_encoder=encoder, size=usual_size(vae))
+
+    @property
+    def settled(self) -> SampleConfig:
+        """The configuration with what it leaves open filled in, to predict by; ranks that draw together are taken as one."""
+        geometry = self.geometry
+        sizes: dict[str, Any] = {"width": geometry.width, "height": geometry.height, "frames": geometry.frames}
+        dtypes: dict[str, Any] = {
+            name: str(dtype).removeprefix("torch.") for name, dtype in (("dtype", self.dtype), ("vae_dtype", self.vae_dtype))
+        }
+        return replace(self.config, **sizes, **dtypes, cfg_scale=self.guidance[0], context_parallel=1)
 
     @property
     def resident(self) -> int | Literal["auto"]:

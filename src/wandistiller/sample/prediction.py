@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.errors import UsageError
-from wandistiller.memory.encoder_phases import Decoding, text_phase
+from wandistiller.memory.encoder_phases import Decoding, Encoding, clip_phase, text_phase
 from wandistiller.memory.estimates import Estimate, Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Use
-from wandistiller.memory.works import Passes
+from wandistiller.memory.works import Passes, foreseen_placing
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes
@@ -24,49 +26,79 @@ def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
             "There is no plan yet for ranks that compute a clip together.",
             fix="Leave --context-parallel away: weights take the same, and what a pass computes with is divided by the ranks.",
         )
-    dtype = _dtype(config.dtype, hardware)
-    size = shapes.size
-    is_picture = config.output.suffix.lower() in PICTURE_SUFFIXES
-    frames = config.frames or (1 if is_picture else size.frames)
-    latents = latent_shape(shapes.vae, (frames, config.height or size.height, config.width or size.width))
-    name = "gpu" if config.placement_name == "auto" else config.placement_name
-    resident = 0 if config.resident == "auto" or name != "offload" else int(config.resident)
-    placing = Placing(name=name, resident=resident, eight_bit=config.eight_bit)
     phases: list[Phase] = []
     encoder = shapes.text_encoder_model() if config.cond is None else None
     if encoder is not None:
-        streams = {"gpu": False, "offload": True, "disk": True}.get(name)
-        phases.append(text_phase(encoder, hardware, dtype, is_streamed=streams))
-    scale = config.cfg_scale if config.cfg_scale is not None else size.guidance
-    phases.append(_denoising(config, shapes, latents, dtype, placing, hardware, passes=1 if scale == 1 else 2))
+        streams = {"gpu": False, "offload": True, "disk": True}.get(config.placement_name)
+        phases.append(text_phase(encoder, hardware, _dtype(config.dtype, hardware), is_streamed=streams))
+    if config.image is not None:
+        phases += _picture_phases(config, shapes, hardware)
+    phases.append(_denoising(config, denoising_work(config, shapes, hardware), hardware))
     if config.wants_pixels:
-        vae_dtype = dtype if config.vae_dtype == "auto" else DTYPES[config.vae_dtype]
-        decoding = Decoding(config=shapes.vae, latent_shape=latents, dtype=vae_dtype, is_tiled=config.vae_tiling)
+        latents = latent_shape(shapes.vae, _pixels(config, shapes))
+        dtype = _vae_dtype(config, hardware)
+        decoding = Decoding(config=shapes.vae, latent_shape=latents, dtype=dtype, is_tiled=config.vae_tiling)
         phases.append(decoding.phase(hardware))
     return Estimate(phases=tuple(phases))
 
 
-def _denoising(
-    config: SampleConfig,
-    shapes: Shapes,
-    latents: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    placing: Placing,
-    hardware: Hardware,
-    passes: int,
-) -> Phase:
+def _pixels(config: SampleConfig, shapes: Shapes) -> tuple[int, int, int]:
+    """Return frames, height and width."""
+    size = shapes.size
+    is_picture = config.output.suffix.lower() in PICTURE_SUFFIXES
+    return config.frames or (1 if is_picture else size.frames), config.height or size.height, config.width or size.width
+
+
+def _picture_phases(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> list[Phase]:
+    """Return the phases in which the first frame is encoded: as a clip of which the rest is blank, or as a picture."""
     transformer = shapes.transformers[0]
+    frames, height, width = _pixels(config, shapes)
+    is_clip = transformer["in_channels"] != transformer["out_channels"]
+    shape = (3, frames if is_clip else 1, height, width)
+    media = Encoding(config=shapes.vae, pixel_shape=shape, dtype=_vae_dtype(config, hardware), is_tiled=config.vae_tiling)
+    found = [media.phase(hardware, "encoding the picture")]
+    return found if transformer.get("image_dim") is None else [*found, clip_phase(hardware)]
+
+
+def _placing(config: SampleConfig) -> Placing:
+    """Return where the transformer lives; ``auto`` is the card until it has been chosen."""
+    name = "gpu" if config.placement_name == "auto" else config.placement_name
+    return Placing(
+        name=name,
+        resident=0 if config.resident == "auto" or name != "offload" else int(config.resident),
+        eight_bit=config.eight_bit,
+        device_map=config.device_map,
+        max_memory=config.max_memory,
+    )
+
+
+def denoising_work(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> Passes:
+    """Return what a solver does with the transformer; ``auto`` is the card until it has been chosen."""
+    transformer, size = shapes.transformers[0], shapes.size
+    latents = latent_shape(shapes.vae, _pixels(config, shapes))
     use = Use(
         name="transformer",
         config=transformer,
         latent_shape=(transformer["in_channels"], *latents[1:]),
         batch_size=config.batch_size,
-        dtype=dtype,
+        dtype=_dtype(config.dtype, hardware),
     )
+    scale = config.cfg_scale if config.cfg_scale is not None else size.guidance
     # The solver holds noise, latents and a few velocities, in float32.
     held = (4 * config.batch_size * torch.Size(latents).numel(),) * 6
-    work = Passes(use=use, placing=placing, passes=passes, held=held)
-    return work.phase(hardware, name="denoising", num_steps=config.steps)
+    return Passes(use=use, placing=_placing(config), passes=1 if scale == 1 else 2, held=held)
+
+
+def _denoising(config: SampleConfig, work: Passes, hardware: Hardware) -> Phase:
+    found = work.phase(hardware, name="denoising", num_steps=config.steps)
+    if config.placement_name != "auto":
+        return found
+    chosen = foreseen_placing(work.use, found, hardware)
+    return replace(work, placing=chosen).phase(hardware, name="denoising", num_steps=config.steps)
+
+
+def _vae_dtype(config: SampleConfig, hardware: Hardware) -> torch.dtype:
+    return _dtype(config.dtype if config.vae_dtype == "auto" else config.vae_dtype, hardware)
 
 
 def _dtype(name: str, hardware: Hardware) -> torch.dtype:

@@ -5,8 +5,10 @@ Each model is in memory only while it is needed: the text encoder, then one tran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,10 @@ from wandistiller.distributed.ranks import Ranks, joined, read_ranks
 from wandistiller.errors import OutputError
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.solver import SOLVERS
+from wandistiller.memory.auto import Auto
+from wandistiller.memory.encoder_phases import TEXT_ROOM
 from wandistiller.memory.experts import Experts
+from wandistiller.memory.forecast import forecast
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placement, Subject
 from wandistiller.memory.subjects import choose_placement, stored_subject
@@ -33,10 +38,9 @@ from wandistiller.models.text_padding import fold_padding, trim_padding
 from wandistiller.models.vae_tiles import decode_tiled
 from wandistiller.sample.conditioning import Conditioning, encode_first_frame, encode_image_tokens, to_pixels
 from wandistiller.sample.job import Job, describe, prepare
-from wandistiller.sample.remedies import find_remedies, placement_options
+from wandistiller.sample.remedies import find_remedies, foresee, placement_options, with_placement
 from wandistiller.sample.sharing import PATIENCE_SECONDS
 from wandistiller.terminal import hushed, progress, say
-from wandistiller.units import Bytes
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,47 @@ def run_sample(config: SampleConfig) -> list[Sample]:
     monitor = Monitor([job.device], lambda failure: find_remedies(job, failure))
     # A device map that does not fit the model is found here, before anything is read.
     placement = choose_placement(placement_name(job), **placement_options(job))
-    placement.predict(stored_subject(job.transformers[0], job.dtype), job.device)
+    subject = stored_subject(job.transformers[0], job.dtype)
+    placement.predict(subject, job.device)
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)  # what ranks send each other goes over the current one
+    pace = _Pace()
     with hushed(not read_ranks().is_first), joined(job.device, PATIENCE_SECONDS) as ranks:
         say(describe(job))
-        drawn = _draw(job, placement, monitor, ranks)
+        if isinstance(placement, Auto):
+            choice = placement.choose(subject, job.device)
+            placement = choice.placement
+            job = with_placement(job, choice)
+            say(f"Placement {choice}")
+        predicted = forecast(partial(foresee, job), job.device, is_whole=True) if ranks.is_first else None
+        if predicted is not None:
+            say(predicted.line())
+        drawn = _draw(job, placement, monitor, ranks, pace)
     # The ranks have parted, so nobody waits for the VAE.
     with monitor.phase("decoding and writing", "vae"):
         samples = list(write(drawn.job, drawn.latents)) if drawn.is_mine else []
-    if job.device.type != "cpu":
-        with hushed(not ranks.is_first):
+    with hushed(not ranks.is_first):
+        if predicted is not None:
+            say(predicted.outcome(monitor, pace.seconds))
+        if job.device.type != "cpu":
             say("Memory by phase: " + "; ".join(monitor.summary()))
     return samples
+
+
+class _Pace:
+    """How long steps take."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def __call__(self) -> None:
+        """Note the end of a step."""
+        self._times.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, the first and slowest apart; None for a single one."""
+        return (self._times[-1] - self._times[0]) / (len(self._times) - 1) if len(self._times) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -82,7 +114,7 @@ class _Drawn:
     """Whether this rank is the one to write them."""
 
 
-def _draw(job: Job, placement: Placement, monitor: Monitor, ranks: Ranks) -> _Drawn:
+def _draw(job: Job, placement: Placement, monitor: Monitor, ranks: Ranks, pace: _Pace) -> _Drawn:
     """Encode once, on the first rank, and let each group of ranks draw its prompts."""
     with monitor.phase("encoding", "text encoder"):
         encoded = encode(job).moved(torch.device("cpu")) if ranks.is_first else None
@@ -93,7 +125,7 @@ def _draw(job: Job, placement: Placement, monitor: Monitor, ranks: Ranks) -> _Dr
         job = job.part(group.number, group.count)
         conditioning = replace(conditioning, text=conditioning.text[group.number :: group.count])
     with monitor.phase("denoising", "transformer"):
-        latents = denoise(job, conditioning, placement, monitor, group=group)
+        latents = denoise(job, conditioning, placement, monitor, group=group, on_step=pace)
     return _Drawn(job, latents, group is None or group.is_first)
 
 
@@ -153,6 +185,7 @@ def denoise(
     monitor: Monitor,
     seeds: Sequence[int] | None = None,
     group: ClipGroup | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Follow the flow from noise to latents (samples, channels, frames, height, width), float32, on the host.
 
@@ -196,6 +229,7 @@ def denoise(
     with progress("Sampling", job.schedule.num_steps, "step", monitor.line) as advance:
         for step, latents in enumerate(SOLVERS[job.solver].steps(velocity, noise, job.schedule)):
             advance()
+            on_step()
             if step == 1:  # the first one is slow: kernels are loaded
                 experts.keep_up()
     experts.release()
@@ -218,7 +252,7 @@ def _place_text_encoder(job: Job, encoder: nn.Module) -> None:
     same = {"gpu": "gpu", "cpu": "cpu", "offload": "offload", "disk": "offload"}
     name = "gpu" if job.device.type == "cpu" else same.get(placement_name(job), "auto")
     blocks = list(encoder.get_submodule("encoder.block"))
-    choose_placement(name, resident=0, headroom=Bytes(2**30)).attach(Subject(model=encoder, blocks=blocks), job.device)
+    choose_placement(name, resident=0, headroom=TEXT_ROOM).attach(Subject(model=encoder, blocks=blocks), job.device)
 
 
 def write(job: Job, latents: Tensor) -> Iterator[Sample]:

@@ -13,7 +13,7 @@ from wandistiller.data.prompts import Prompts, open_prompts
 from wandistiller.distributed.context import check_clip_groups
 from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.parallel import Parallel
-from wandistiller.distributed.ranks import read_ranks
+from wandistiller.distributed.ranks import Ranks, read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.models.pipeline import Pipeline, find_pipeline
@@ -63,6 +63,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
             why="each of several processes keeps a slice of the teacher.",
             fix="Start it with torchrun, or let the teacher be streamed with --teacher-device-strategy offload.",
         )
+    _check_cards(config, device, read_ranks())
     check_clip_groups("--teacher-context-parallel", config.teacher_context_parallel, read_ranks())
     prompts = open_prompts(config.data_path) if config.data_path is not None else None
     pipeline = find_pipeline(config.teacher_path, _PARTS)
@@ -91,6 +92,23 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
         precision=choose_precision(config, device),
         prompts=prompts,
     )
+
+
+def _check_cards(config: DistillConfig, device: torch.device, ranks: Ranks) -> None:
+    """Refuse to spread a teacher over GPUs that belong to other ranks."""
+    if device.type != "cuda" or ranks.ranks_here == 1 or config.strategy not in ("balanced", "sequential", "custom"):
+        return
+    if config.strategy == "custom":
+        raise UsageError(
+            "--teacher-device-strategy custom does not go with several ranks on a machine.",
+            why="its map names GPUs, and each rank has others.",
+            fix="Use balanced or sequential, which spread over a rank's own GPUs.",
+        )
+    if len(ranks.cards(torch.cuda.device_count())) == 1:
+        raise UsageError(
+            f"--teacher-device-strategy {config.strategy} needs several GPUs, and each of {ranks.ranks_here} ranks has one.",
+            fix="Start fewer ranks (--nproc-per-node), or spread the teacher over all of them with sharded.",
+        )
 
 
 def _check_student(config: DistillConfig, plan: StudentPlan, teacher: StoredModel) -> None:

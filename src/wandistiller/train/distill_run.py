@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,13 +24,17 @@ from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.memory.activations import apply_policy
-from wandistiller.memory.estimates import Phase, margin
+from wandistiller.memory.auto import Auto
+from wandistiller.memory.estimates import Phase
 from wandistiller.memory.experts import Experts
+from wandistiller.memory.forecast import hardware_of
 from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Placement
 from wandistiller.memory.shared_host import ranks_here
-from wandistiller.memory.subjects import choose_placement
+from wandistiller.memory.stage import Placing
+from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.works import Training
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
 from wandistiller.models.devices import DTYPES
@@ -41,7 +45,6 @@ from wandistiller.train.across_ranks import AcrossRanks
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob, prepare_distillation
 from wandistiller.train.ema import MovingAverage, in_use
-from wandistiller.train.forecast import hardware_of
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.health import WatchHealth
 from wandistiller.train.held_out import MeasureHeldOut
@@ -50,7 +53,7 @@ from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
-from wandistiller.train.prediction import distill_work, planned_pixels
+from wandistiller.train.prediction import asking_work, distill_work, planned_pixels
 from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.runs import Run, exit_code
@@ -94,7 +97,8 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     assert config.teacher_path is not None
     held_out = encode_held_out(config, config.teacher_path, job.device)
     with monitor.phase("loading", "teacher"):
-        teacher = _make_teacher(job, questions, ranks)
+        placing, note = _settle_teacher(job, questions)
+        teacher = _make_teacher(job, questions, ranks, placing)
     samples: Any = questions.samples
     if config.is_stored:
         with monitor.phase("asking the teacher", "teacher"):
@@ -102,6 +106,8 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
         if teacher is not None:
             teacher.release()
     adapter = _make_adapter(job, questions, samples, ranks)
+    is_asked = teacher is not None and not config.is_stored
+    foresee = _foresee(job, samples, placing if is_asked else None)
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,
@@ -114,7 +120,8 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
             device=torch.device("cpu") if job.parallel.is_sharded else job.device,
             prepare=fold_padding if questions.folds_padding else None,
         )
-    return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends, adapter)
+    about = [note] if note else []
+    return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends, adapter, foresee, about)
 
 
 def _settle(job: DistillJob) -> DistillJob:
@@ -124,30 +131,64 @@ def _settle(job: DistillJob) -> DistillJob:
     def work(config: DistillConfig, hardware: Hardware) -> Training:
         found = distill_work(config, shapes, job.plan.config, hardware, planned_pixels(config, shapes.vae))
         # One that finds its own place, or is shared by ranks, takes what the student leaves.
-        is_beside = not config.is_stored and config.strategy not in ("auto", "gpu0", "sharded")
-        return found if is_beside else replace(found, teacher=None)
+        return found if config.strategy not in ("auto", "gpu0", "sharded") else replace(found, teacher=None)
 
     return replace(job, parallel=settle_parallel(job.config, job.device, work))
 
 
-def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teaches | None:
+def _settle_teacher(job: DistillJob, questions: Questions) -> tuple[Placing, str]:
+    """Return where the teacher will live, and what was thought of it where that was left open.
+
+    That is decided while the card is empty: what the student will take there is in the prediction.
+    """
+    config = job.config
+    resident = parse_resident(config.teacher_resident, "--teacher-resident")
+    placing = Placing(
+        name=config.strategy,
+        resident=0 if resident == "auto" else resident,
+        eight_bit=config.teacher_dtype == "float8",
+        device_map=config.teacher_device_map,
+        cards=torch.cuda.device_count() // ranks_here() or None,
+    )
+    if config.strategy != "auto" or not _objectives(config).needs_teacher:
+        return placing, ""
+    headroom = _beside_teacher(job, questions) if job.device.type == "cuda" else None
+    choice = Auto(headroom=headroom).choose(stored_subject(job.teachers[0], _teacher_dtype(job)), job.device)
+    chosen = replace(placing, name=choice.name, resident=getattr(choice.placement, "resident", 0))
+    return chosen, f"Teacher's placement {choice}"
+
+
+def _teacher_dtype(job: DistillJob) -> torch.dtype:
+    name = job.config.teacher_dtype
+    dtype = torch.bfloat16 if name == "float8" else DTYPES.get(name)
+    return dtype or (torch.bfloat16 if job.device.type == "cuda" else torch.float32)
+
+
+def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int] | None:
+    """Return what a rank's own GPUs and its share of the host have free, where a machine has several ranks."""
+    if device.type != "cuda" or ranks.ranks_here == 1:
+        return None
+    free: dict[int | str, int] = {card: torch.cuda.mem_get_info(card)[0] for card in ranks.cards(torch.cuda.device_count())}
+    return {**free, "cpu": available_host_memory() // ranks.ranks_here}
+
+
+def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks, placing: Placing) -> Teaches | None:
     """Return who answers; nothing is loaded before the first question."""
     config = job.config
     if not _objectives(config).needs_teacher:
         return None
-    name = config.strategy
+    name, dtype = placing.name, _teacher_dtype(job)
     serves = name == "gpu0" and ranks.world_size > 1
-    dtype = torch.bfloat16 if config.teacher_dtype == "float8" else DTYPES.get(config.teacher_dtype)
-    dtype = dtype or (torch.bfloat16 if job.device.type == "cuda" else torch.float32)
     if name == "sharded":
         placement: Placement = AcrossRanks(_teacher_mesh(job, ranks))
     else:
         placement = choose_placement(
             "gpu" if name == "gpu0" else name,
-            resident=parse_resident(config.teacher_resident, "--teacher-resident"),
-            eight_bit=config.teacher_dtype == "float8",
-            device_map=config.teacher_device_map,
-            headroom=_student_room(job, questions) if name == "auto" and job.device.type == "cuda" else None,
+            # More blocks may stay later, when it is known what the bus is too slow for.
+            resident="auto" if config.teacher_resident == "auto" and config.strategy != "auto" else placing.resident,
+            eight_bit=placing.eight_bit,
+            device_map=placing.device_map,
+            max_memory=_own_cards(job.device, ranks) if name in ("balanced", "sequential") else None,
         )
     size = config.teacher_context_parallel
     group = ClipGroup(size, ranks, job.device) if size > 1 else None
@@ -173,15 +214,14 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks) -> Teache
     return teacher if group is None else TeacherTogether(teacher, group, job.teacher_config)
 
 
-def _student_room(job: DistillJob, questions: Questions) -> Bytes | None:
-    """Return what has to be left free for the student, where it is trained beside the teacher."""
-    if job.config.is_stored:
-        return None
+def _beside_teacher(job: DistillJob, questions: Questions) -> Bytes:
+    """Return what will be held of the device beside the teacher's weights: by its answers, and by the student."""
     hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
     config = as_settled(job.config, job.parallel)
-    work = distill_work(config, shapes, job.plan.config, hardware, largest_bucket(questions.samples.buckets).shape)
-    needed = replace(work, teacher=None).phase(hardware).reserved
-    return Bytes(needed + margin(needed))
+    pixels = largest_bucket(questions.samples.buckets).shape
+    if config.is_stored:
+        return asking_work(config, shapes, hardware, pixels).phase(hardware).beside("teacher")
+    return distill_work(config, shapes, job.plan.config, hardware, pixels).phase(hardware).beside("teacher")
 
 
 def _teacher_mesh(job: DistillJob, ranks: Ranks) -> DeviceMesh:
@@ -215,6 +255,8 @@ def _train(
     held_out: EncodedData | None,
     ends: ExitStack,
     adapter: ChannelAdapter | None,
+    foresee: Callable[[Hardware], Phase],
+    notes: Sequence[str],
 ) -> Distilled:
     config, role = job.config, Role("student", student.model, is_trained=True)
     blocks = list(student.model.get_submodule("blocks").children())
@@ -261,8 +303,7 @@ def _train(
     callbacks += looks
     options = run.optimiser_options(name=config.optimizer_name, betas=(config.beta1, config.beta2))
     optimisation = Optimisation(role.trained_parameters, options, job.precision, job.device, keeps_gradients=config.cuda_graphs)
-    about = _describe(job, run, student)
-    foresee = _foresee(job, samples, teacher) if run.can_be_foreseen else None
+    about = [*_describe(job, run, student), *notes]
     optimisations = {role.name: optimisation}
     stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
     output = None
@@ -273,13 +314,16 @@ def _train(
     return Distilled(stopped.step, output, measure.losses if measure else {}, marks, exit_code(stopped, ranks))
 
 
-def _foresee(job: DistillJob, samples: Any, teacher: Teaches | None) -> Callable[[Hardware], Phase]:
-    shapes = Shapes.of(job.vae.config, job.teacher_config)
+def _foresee(job: DistillJob, samples: Any, placing: Placing | None) -> Callable[[Hardware], Phase]:
+    """Return what predicts the training, with the teacher where it is; None where nobody asks it any more."""
+    shapes, config = Shapes.of(job.vae.config, job.teacher_config), as_settled(job.config, job.parallel)
 
     def make(hardware: Hardware) -> Phase:
-        work = distill_work(job.config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape)
-        is_asked = teacher is not None and not job.config.is_stored
-        return (work if is_asked else replace(work, teacher=None)).phase(hardware)
+        work = distill_work(config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape)
+        if placing is None:
+            return replace(work, teacher=None).phase(hardware)
+        is_found_here = config.strategy == "auto" or placing.is_spread
+        return (work.with_teacher(placing) if is_found_here else work).phase(hardware)
 
     return make
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -25,9 +25,11 @@ from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.estimates import Phase
+from wandistiller.memory.forecast import hardware_of
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Subject
+from wandistiller.memory.stage import Placing
 from wandistiller.memory.streaming import BlockStream
 from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
@@ -97,6 +99,8 @@ class _Student:
     role: Role
     num_bytes: Bytes
     """Weights that this process has on its device."""
+    placing: Placing = field(default_factory=Placing)
+    """Where the weights are, as it was asked for or chosen."""
     stream: BlockStream | None = None
     """The streamed blocks, where they are."""
     note: str = ""
@@ -116,7 +120,7 @@ def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     data = encode_training_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
     held_out = encode_held_out(config, config.model, job.device)
     with monitor.phase("loading", "student"):
-        student = _make_student(job, ranks, ends, folds=folds_padding(job.transformer.config, data))
+        student = _make_student(job, ranks, ends, data)
     return _train(job, ranks, monitor, student, data, held_out, ends)
 
 
@@ -170,7 +174,7 @@ def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]
     return ("transformer", boundary, 1.0) if config.expert == "high" else ("transformer_2", 0.0, boundary)
 
 
-def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, *, folds: bool) -> _Student:
+def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, data: EncodedData) -> _Student:
     """Build the model where it belongs: adapters, then compilation, then the activation policy, then placement or sharding.
 
     ``ends`` is told what to undo when the run is over.
@@ -180,7 +184,7 @@ def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, *, folds: bool) -> _
     subject = _random_subject(job) if config.from_scratch else stored_subject(job.transformer, job.dtype)
     model = subject.model
     model.requires_grad_(config.lora_rank == 0).train()
-    if folds:
+    if folds_padding(job.transformer.config, data):
         fold_padding(model)
     if config.lora_rank:
         subject = add_adapters(
@@ -204,11 +208,28 @@ def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, *, folds: bool) -> _
         slices = Bytes(sum(local(parameter).nbytes for parameter in model.parameters()))
         return _Student(Role("student", model, is_trained=True, sharding=sharding), slices)
     resident = parse_resident(config.resident, "--resident")
-    placement = choose_placement(config.placement, resident=resident, train=config.lora_rank == 0)
+    headroom = _beside_weights(job, data) if config.placement == "auto" else None
+    placement = choose_placement(config.placement, resident=resident, train=config.lora_rank == 0, headroom=headroom)
     placed = placement.attach(subject, job.device)
     if placed.stream is not None:
         ends.callback(placed.stream.close)
-    return _Student(Role("student", model, is_trained=True), placed.footprint.device, placed.stream, placed.note)
+    stays = 0 if placed.stream is None else len(blocks) - len(placed.stream.layouts)
+    placing = Placing(name=placed.name or config.placement, resident=stays)
+    return _Student(Role("student", model, is_trained=True), placed.footprint.device, placing, placed.stream, placed.note)
+
+
+def _beside_weights(job: _Job, data: EncodedData) -> Bytes | None:
+    """Return what the training will hold of the device beside the weights; None where the device is the host."""
+    if job.device.type != "cuda":
+        return None
+    hardware = hardware_of(job.device)
+    return _work(job, data, hardware).phase(hardware).beside("student")
+
+
+def _work(job: _Job, data: EncodedData, hardware: Hardware) -> Training:
+    """Return the training as it will be on the largest samples."""
+    shapes = Shapes.of(data.vae.config, job.transformer.config)
+    return train_work(as_settled(job.config, job.parallel), shapes, hardware, largest_bucket(data.buckets).shape)
 
 
 def _random_subject(job: _Job) -> Subject:
@@ -247,7 +268,7 @@ def _train(
     callbacks += studio.callbacks(run, role, samples, validation, average)
     optimisations = {role.name: _make_optimisation(job, run, student, ends)}
     about = _describe(job, run, student)
-    foresee = _foresee(job, student, data, samples) if run.can_be_foreseen else None
+    foresee = _foresee(job, student, data)
     stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
     output = None
     if stopped.signal is None:
@@ -261,11 +282,8 @@ def _shapes(job: _Job) -> Shapes:
     return Shapes.of(vae.config, job.transformer.config)
 
 
-def _foresee(job: _Job, student: _Student, data: EncodedData, samples: CachedSamples) -> Callable[[Hardware], Phase]:
-    name = "offload" if student.stream is not None and job.config.placement == "auto" else job.config.placement
-    config = replace(job.config, placement="gpu" if name == "auto" else name)
-    shapes = Shapes.of(data.vae.config, job.transformer.config)
-    return lambda hardware: train_work(config, shapes, hardware, largest_bucket(samples.buckets).shape).phase(hardware)
+def _foresee(job: _Job, student: _Student, data: EncodedData) -> Callable[[Hardware], Phase]:
+    return lambda hardware: replace(_work(job, data, hardware), placing=student.placing).phase(hardware)
 
 
 def _samples(job: _Job, data: EncodedData) -> CachedSamples:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from wandistiller import doing
 from wandistiller.checkpoint.training_state import TrainingState, TrainingStates
 from wandistiller.data.batches import StepPlan
 from wandistiller.data.loader import Batch, SampleReader, load_steps
-from wandistiller.distributed import watch
+from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import TrainingError, shortened
 from wandistiller.train.callbacks import Callback
@@ -130,7 +131,7 @@ class Loop:
             )
             started, since = time.perf_counter(), self.step
             while self.step < self.options.num_steps and not self._was_interrupted():
-                watch.note(f"in step {self.step + 1}, waiting for data")
+                doing.note(f"in step {self.step + 1}, waiting for data")
                 self._take_step([batch.to(self.device) for batch in next(steps)])
                 if self.step % self.options.log_every == 0 or self.step == self.options.num_steps:
                     values = self._read_metrics()
@@ -148,6 +149,10 @@ class Loop:
             self._tell("ended")
         return Stopped(self.step, self._signal, saved)
 
+    def _note_doing(self, what: str) -> None:
+        """Say what begins in this step; on a card the host may come to wait for other ranks in any of it."""
+        doing.note(f"in step {self.step + 1}, {what}", waits_for_ranks=True)
+
     def _was_interrupted(self) -> bool:
         """Say whether a signal has reached some rank; all of them then end alike, whoever got it."""
         found = self.ranks.largest(self._signal or 0)
@@ -159,7 +164,7 @@ class Loop:
         self._check_losses()
         self._saved_step = self.step
         if self._saves is not None:
-            watch.note(f"after step {self.step}, saving")
+            doing.note(f"after step {self.step}, saving")
             self._finish_saving()
             self._saves.save(self._state(self.ranks.gather(random_states(self.device))), beside=goes_on)
 
@@ -229,7 +234,7 @@ class Loop:
                     sharding.begin_losses()
                 with self._synchronising(turn, is_last=is_last):
                     # Weights in 16 bits must not outlive the block that they were brought together for.
-                    watch.note(f"in step {self.step + 1}, computing the losses of role '{turn.role}'")
+                    self._note_doing(f"computing the losses of role '{turn.role}'")
                     with autocast(self.options.precision, self.device, caches=not shardings):
                         losses = turn.losses(batch)
                     self._note(turn, batch, losses)
@@ -237,11 +242,11 @@ class Loop:
                     share = batch.num_samples / total * self.ranks.world_size
                     if acting.sharding is not None:
                         acting.sharding.begin_backward(is_last=is_last, uses_all=acting.uses_all)
-                    watch.note(f"in step {self.step + 1}, computing and exchanging gradients of role '{turn.role}'")
+                    self._note_doing(f"computing and exchanging gradients of role '{turn.role}'")
                     optimisation.backward(losses.total * share, is_last=is_last)
                     if acting.sharding is not None:
                         acting.sharding.end_backward(is_last=is_last)
-            watch.note(f"in step {self.step + 1}, changing the weights of role '{turn.role}'")
+            self._note_doing(f"changing the weights of role '{turn.role}'")
             norm = optimisation.step(self.step).to(self.device)
             self._add(f"{turn.role}/gradient_norm", norm, 1)
             if self.options.precision != "fp16":  # in which a step whose gradients ran over is left out
@@ -329,17 +334,22 @@ class Loop:
 
     def _tell(self, event: str, *arguments: Any) -> None:
         for callback in self._callbacks:
-            with watch.noted(f"after step {self.step}, in {type(callback).__name__}"):
+            with doing.noted(f"after step {self.step}, in {type(callback).__name__}"):
                 getattr(callback, event)(self, *arguments)
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
-        """Note the first signal; a second one of the same kind acts as ever."""
+        """Note the first signal. A second Ctrl-C acts as ever; a second SIGTERM does nothing.
+
+        What stops a job sends it to every process, and torchrun sends it on to its ranks: they get it twice. The same holds
+        for Ctrl-C under torchrun.
+        """
         before: dict[int, Any] = {}
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signal = number
-            signal.signal(number, before[number])
+            if number == signal.SIGINT and not is_rank():
+                signal.signal(number, before[number])
 
         try:
             for each in (signal.SIGINT, signal.SIGTERM):

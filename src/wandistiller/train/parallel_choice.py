@@ -14,10 +14,10 @@ from wandistiller.distributed.parallel import Parallel, choose_parallel
 from wandistiller.distributed.ranks import read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import margin
+from wandistiller.memory.forecast import of_this_job
 from wandistiller.memory.hardware import Hardware, detect
 from wandistiller.memory.works import Training
 from wandistiller.terminal import say
-from wandistiller.train.forecast import of_this_job
 from wandistiller.units import Bytes
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)

@@ -16,13 +16,13 @@ from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.encode import plan_buckets
 from wandistiller.errors import UsageError
-from wandistiller.memory.encoder_phases import encode_phase, text_phase
+from wandistiller.memory.encoder_phases import Decoding, Encoding, text_phase
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Placing
-from wandistiller.memory.uses import Adapters, Use
-from wandistiller.memory.works import Passes, Training
+from wandistiller.memory.uses import Adapters, PixelDecoder, Use
+from wandistiller.memory.works import Drawing, Passes, Training, foreseen_placing
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes
@@ -32,6 +32,8 @@ from wandistiller.train.optimisation import MixedPrecision
 from wandistiller.train.runs import choose_precision
 from wandistiller.units import Bytes
 
+_SAMPLES = 1000
+"""Samples to count caches by: how many there are is known when they are read."""
 Pixels = tuple[int, int, int]
 """Frames, height and width of samples."""
 
@@ -46,14 +48,17 @@ def predict_train(config: TrainConfig, shapes: Shapes, hardware: Hardware) -> Es
     """Return what ``train`` takes."""
     work = train_work(config, shapes, hardware, planned_pixels(config, shapes.vae))
     training = work.phase(hardware, num_steps=config.num_steps or 1000)
-    count = sum(each.numel() for each in work.student.trained)
-    disk = (Item("student", "states", "disk", _state_bytes(count, config)), Item("student", "result", "disk", Bytes(4 * count)))
-    return Estimate(phases=(*encoding_phases(config, shapes, hardware), training), disk=disk)
+    if config.placement == "auto":
+        chosen = foreseen_placing(work.student, training, hardware)
+        training = replace(work, placing=chosen).phase(hardware, num_steps=config.num_steps or 1000)
+    phases = (*encoding_phases(config, shapes, hardware), training)
+    return Estimate(phases=phases, disk=(*_caches(config, shapes), *_results(work, config)), ranks=max(hardware.num_cards, 1))
 
 
 def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels) -> Training:
     """Return the training itself, on samples of a size."""
     weights = DTYPES[config.weights_dtype]
+    through = PixelDecoder(shapes.vae, config.vae_gradient_checkpointing) if config.pixel_loss_weight else None
     student = Use(
         name="student",
         config=shapes.transformers[-1 if config.expert == "low" else 0],
@@ -66,13 +71,18 @@ def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: 
         policy=config.policy,
         to_host=config.activations_to_host,
         is_compiled=config.torch_compile,
+        pixels=through,
     )
+    name = "gpu" if config.placement == "auto" else config.placement
     return Training(
         student=student,
-        placing=Placing(name=config.placement, resident=0 if config.resident == "auto" else int(config.resident)),
+        placing=Placing(name=name, resident=0 if config.resident == "auto" else int(config.resident)),
         optimiser=OptimiserChoice(config.optimizer_name, config.rounding),
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
+        clips=config.clip_norm > 0,
+        is_recorded=config.cuda_graphs,
+        drawing=_drawing(config, shapes, student),
         parallel=config.parallel,
         shard_size=config.shard_size,
     )
@@ -88,60 +98,112 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
     factors = {"spatial_factor": shapes.vae["scale_factor_spatial"], "temporal_factor": shapes.vae["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, dict(shapes.transformers[0]), **factors)
     config = with_sizes(config, plan)
-    work = distill_work(config, shapes, plan.config, hardware, planned_pixels(config, shapes.vae))
+    pixels = planned_pixels(config, shapes.vae)
+    work = distill_work(config, shapes, plan.config, hardware, pixels)
     phases = [*encoding_phases(config, shapes, hardware)]
     if config.is_stored:
-        assert work.teacher is not None
-        asking = Passes(use=work.teacher, placing=work.teacher_placing, passes=work.teacher_passes)
-        phases.append(asking.phase(hardware, name="asking the teacher", num_steps=config.rollout_steps))
-        work = replace(work, teacher=None)
+        phases.append(_asking_phase(config, asking_work(config, shapes, hardware, pixels), hardware))
     training = work.phase(hardware, num_steps=config.num_steps or 1000)
-    count = plan.num_parameters()
-    disk = [Item("student", "states", "disk", _state_bytes(count, config)), Item("student", "result", "disk", Bytes(4 * count))]
-    if config.is_stored:
-        records = (config.num_prompts or 1) * config.rollouts_per_prompt * config.rollout_steps
-        latents = torch.Size(work.student.latent_shape).numel()
-        disk.append(Item("teacher", "records", "disk", Bytes(8 * records * latents)))
-    return Estimate(phases=(*phases, training), disk=tuple(disk))
+    if config.strategy == "auto" and work.teacher is not None:
+        chosen = foreseen_placing(work.teacher, training, hardware)
+        training = work.with_teacher(chosen).phase(hardware, num_steps=config.num_steps or 1000)
+    disk = (*_caches(config, shapes), *_records(config, shapes), *_results(work, config))
+    return Estimate(phases=(*phases, training), disk=disk, ranks=max(hardware.num_cards, 1))
+
+
+def _asking_phase(config: DistillConfig, work: Passes, hardware: Hardware) -> Phase:
+    asking = work.phase(hardware, name="asking the teacher", num_steps=config.rollout_steps)
+    if config.strategy != "auto":
+        return asking
+    placing = foreseen_placing(work.use, asking, hardware)
+    work = replace(work, placing=placing, use=work.use.changed(is_streamed=placing.is_streamed))
+    return work.phase(hardware, name="asking the teacher", num_steps=config.rollout_steps)
+
+
+def asking_work(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels) -> Passes:
+    """Return how the teacher is asked everything before training, on samples of a size."""
+    placing = _teacher_placing(config)
+    use = _teacher(config, shapes, hardware, pixels, config.rollout_batch)
+    is_guided = config.guidance_scale > 1 and (config.noisy_source == "trajectories" or config.guidance_weight > 0)
+    slices = _teacher_slices(config, hardware)
+    return Passes(use=use, placing=placing, passes=2 if is_guided else 1, slices=slices)
 
 
 def distill_work(
     config: DistillConfig, shapes: Shapes, student: Mapping[str, Any], hardware: Hardware, pixels: Pixels
 ) -> Training:
-    """Return the training itself, on samples of a size, with the teacher asked in each step."""
+    """Return the training itself, on samples of a size, with the teacher asked in each step unless its answers are stored."""
     latents = latent_shape(shapes.vae, pixels)
-    name = "gpu" if config.strategy in ("gpu0", "auto", "sharded") else config.strategy
-    resident = 0 if config.teacher_resident == "auto" else int(config.teacher_resident)
-    placing = Placing(name=name, resident=resident, eight_bit=config.teacher_dtype == "float8")
+    passes = 0 if config.is_stored else bool(config.output_weight or config.feature_weight) + 2 * bool(config.guidance_weight)
+    use = Use(
+        name="student",
+        config=student,
+        latent_shape=(student["in_channels"], *latents[1:]),
+        batch_size=config.batch_size,
+        dtype=torch.float32,
+        trains="everything",
+        precision=foreseen_precision(config, hardware),
+        policy=config.policy,
+        to_host=config.activations_to_host,
+        is_compiled=config.torch_compile,
+    )
     return Training(
-        student=Use(
-            name="student",
-            config=student,
-            latent_shape=(student["in_channels"], *latents[1:]),
-            batch_size=config.batch_size,
-            dtype=torch.float32,
-            trains="everything",
-            precision=foreseen_precision(config, hardware),
-            policy=config.policy,
-            to_host=config.activations_to_host,
-            is_compiled=config.torch_compile,
-        ),
+        student=use,
         optimiser=OptimiserChoice(config.optimizer_name),
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
+        clips=config.clip_norm > 0,
+        is_recorded=config.cuda_graphs,
+        drawing=_drawing(config, shapes, use),
         parallel=config.parallel,
         shard_size=config.shard_size,
-        teacher=Use(
-            name="teacher",
-            config=shapes.transformers[0],
-            latent_shape=latents,
-            batch_size=config.rollout_batch if config.noisy_source == "trajectories" else config.batch_size,
-            dtype=_teacher_dtype(config, hardware),
-            is_streamed=placing.is_streamed,
-        ),
-        teacher_placing=placing,
-        teacher_passes=2 if config.guidance_scale > 1 else 1,
+        teacher=_teacher(config, shapes, hardware, pixels, config.batch_size) if passes else None,
+        teacher_placing=_teacher_placing(config),
+        teacher_passes=passes,
+        teacher_slices=_teacher_slices(config, hardware),
+        matches_features=config.feature_weight > 0,
     )
+
+
+def _teacher(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels, batch_size: int) -> Use:
+    return Use(
+        name="teacher",
+        config=shapes.transformers[0],
+        latent_shape=latent_shape(shapes.vae, pixels),
+        batch_size=batch_size,
+        dtype=_teacher_dtype(config, hardware),
+        is_streamed=_teacher_placing(config).is_streamed,
+    )
+
+
+def _teacher_placing(config: DistillConfig) -> Placing:
+    """Return where the teacher lives; ``auto`` is the card until it has been chosen, and rank 0's for gpu0."""
+    name = "gpu" if config.strategy in ("gpu0", "auto", "sharded") else config.strategy
+    resident = 0 if config.teacher_resident == "auto" else int(config.teacher_resident)
+    return Placing(
+        name=name,
+        resident=resident,
+        eight_bit=config.teacher_dtype == "float8",
+        device_map=config.teacher_device_map,
+        cards=1,  # a rank's own
+    )
+
+
+def _teacher_slices(config: DistillConfig, hardware: Hardware) -> int:
+    """Return in how many slices ranks have the teacher: those that share the student, else those of a machine."""
+    if config.strategy != "sharded":
+        return 1
+    here = max(hardware.num_cards, 1)
+    return {"fsdp": hardware.num_ranks, "hsdp": config.shard_size or here}.get(config.parallel, here)
+
+
+def _drawing(config: TransformerTrainingConfig, shapes: Shapes, student: Use) -> Drawing | None:
+    """Return the pictures that are drawn while training, where they are asked for."""
+    if not config.sample_every and not config.judge_samples:
+        return None
+    frozen = student.changed(trains="nothing", batch_size=1, policy="none", to_host=False, pixels=None)
+    latents = (shapes.vae["z_dim"], *student.latent_shape[1:])
+    return Drawing(student=frozen, decoding=Decoding(config=shapes.vae, latent_shape=latents, dtype=torch.float32))
 
 
 def encoding_phases(config: TransformerTrainingConfig, shapes: Shapes, hardware: Hardware) -> list[Phase]:
@@ -150,10 +212,11 @@ def encoding_phases(config: TransformerTrainingConfig, shapes: Shapes, hardware:
     found = []
     encoder = shapes.text_encoder_model()
     if encoder is not None:
-        found.append(text_phase(encoder, hardware, dtype))
+        found.append(text_phase(encoder, hardware, dtype, ranks=max(hardware.num_cards, 1)))
     if config.dataset_path is not None:
         frames, height, width = planned_pixels(config, shapes.vae)
-        found.append(encode_phase(shapes.vae, (3, frames, height, width), torch.float32, hardware))
+        media = Encoding(config=shapes.vae, pixel_shape=(3, frames, height, width), dtype=torch.float32)
+        found.append(media.phase(hardware))
     return found
 
 
@@ -168,7 +231,35 @@ def _teacher_dtype(config: DistillConfig, hardware: Hardware) -> torch.dtype:
     return DTYPES[config.teacher_dtype]
 
 
-def _state_bytes(count: int, config: TransformerTrainingConfig) -> Bytes:
-    """Return what the states that are kept take: weights, moments, average."""
-    each = 12 + (4 if config.use_ema else 0)
-    return Bytes(config.keep * each * count)
+def _results(work: Training, config: TransformerTrainingConfig) -> list[Item]:
+    """Return what a training writes: the states that are kept (weights, what the optimiser has, the average) and the result."""
+    trained = work.student.trained
+    weights = sum(each.nbytes for each in trained)
+    optimiser = sum((*work.optimiser.masters(trained), *work.optimiser.state(trained)))
+    average = sum(4 * each.numel() for each in trained) if config.use_ema else 0
+    return [
+        Item("student", "states", "disk", Bytes(config.keep * (weights + optimiser + average))),
+        Item("student", "result", "disk", Bytes(weights)),
+    ]
+
+
+def _caches(config: TransformerTrainingConfig, shapes: Shapes) -> list[Item]:
+    """Return what encoders write for every thousand samples: embeddings as long as they can be, and latents in float32."""
+    width = shapes.transformers[0]["text_dim"] * (4 if config.dtype == "float32" else 2)
+    found = [Item("text", f"cache for {_SAMPLES} captions", "disk", Bytes(_SAMPLES * 512 * width))]
+    if config.dataset_path is not None:
+        latents = torch.Size(latent_shape(shapes.vae, planned_pixels(config, shapes.vae))).numel()
+        found.append(Item("latents", f"cache for {_SAMPLES} samples", "disk", Bytes(4 * _SAMPLES * latents)))
+    return found
+
+
+def _records(config: DistillConfig, shapes: Shapes) -> list[Item]:
+    """Return what is kept of the teacher, two latents for each question; of prompts that nobody has counted, of a thousand."""
+    if not config.is_stored:
+        return []
+    latents = torch.Size(latent_shape(shapes.vae, planned_pixels(config, shapes.vae))).numel()
+    is_rollout = config.noisy_source == "trajectories"
+    each = config.rollouts_per_prompt * config.rollout_steps if is_rollout else config.teacher_draws
+    count = config.num_prompts or _SAMPLES
+    of = "prompts" if is_rollout else "samples"
+    return [Item("teacher", f"records for {count} {of}", "disk", Bytes(8 * count * each * latents))]

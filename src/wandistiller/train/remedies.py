@@ -12,12 +12,12 @@ from wandistiller.config.training import TrainingConfig
 from wandistiller.distributed.ranks import read_ranks
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.estimates import Phase
+from wandistiller.memory.forecast import of_this_job
 from wandistiller.memory.hardware import Hardware, detect
 from wandistiller.memory.out_of_memory import Failure
-from wandistiller.memory.works import Training
+from wandistiller.memory.works import Passes, Training
 from wandistiller.models.shapes import Shapes
-from wandistiller.train.forecast import of_this_job
-from wandistiller.train.prediction import distill_work, planned_pixels, train_work
+from wandistiller.train.prediction import asking_work, distill_work, planned_pixels, train_work
 from wandistiller.units import Bytes
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
@@ -40,20 +40,22 @@ def find_distill_remedies(config: DistillConfig, shapes: Shapes, student: Mappin
     """Return what the flags of ``distill`` can do."""
     if failure.kind != "device":
         return []
-    is_asking = failure.role == "teacher" and config.is_stored
-    if is_asking and config.rollout_batch > 1:
-        half = config.rollout_batch // 2
-        held = failure.in_use + (failure.asked or 0)
-        found = [Remedy(changes={"rollout_batch": half}, saves=Bytes(held // 3), slowdown=1.1)]
-        return [*found, *_compared(config, list(_teacher_ways(config)), _distill_work(shapes, student))]
+    if failure.role == "teacher" and config.is_stored:
+        return _compared(config, list(_asking_ways(config)), _asking_work(shapes))
     ways = [*_teacher_ways(config), *_activation_ways(config)] if not config.is_stored else list(_activation_ways(config))
     return _compared(config, ways, _distill_work(shapes, student))
 
 
+def _asking_work(shapes: Shapes) -> Callable[[DistillConfig, Hardware], Passes]:
+    def work(changed: DistillConfig, hardware: Hardware) -> Passes:
+        return asking_work(changed, shapes, hardware, planned_pixels(changed, shapes.vae))
+
+    return work
+
+
 def _distill_work(shapes: Shapes, student: Mapping[str, Any]) -> Callable[[DistillConfig, Hardware], Training]:
     def work(changed: DistillConfig, hardware: Hardware) -> Training:
-        found = distill_work(changed, shapes, student, hardware, planned_pixels(changed, shapes.vae))
-        return replace(found, teacher=None) if changed.is_stored else found
+        return distill_work(changed, shapes, student, hardware, planned_pixels(changed, shapes.vae))
 
     return work
 
@@ -86,25 +88,34 @@ def _activation_ways(config: TrainConfig | DistillConfig) -> Iterator[Way]:
         yield {"batch_size": half, "gradient_accumulation": config.gradient_accumulation * 2}, ""
 
 
+def _asking_ways(config: DistillConfig) -> Iterator[Way]:
+    if config.rollout_batch > 1:
+        yield {"rollout_batch": config.rollout_batch // 2}, ""
+    yield from _teacher_ways(config)
+
+
 def _teacher_ways(config: DistillConfig) -> Iterator[Way]:
     if config.strategy in ("auto", "gpu", "gpu0"):
         yield {"teacher_device_strategy": "offload"}, "teacher streamed"
-    if config.noisy_source == "dataset" and not config.cache_teacher and not config.feature_weight:
+    is_one = not (config.output_weight and config.guidance_weight)
+    if config.noisy_source == "dataset" and not config.cache_teacher and not config.feature_weight and is_one:
         yield {"cache_teacher": True}, "no teacher while training"
 
 
-def _compared(config: ConfigT, ways: list[Way], work: Callable[[ConfigT, Hardware], Training]) -> list[Remedy]:
+def _compared(config: ConfigT, ways: list[Way], work: Callable[[ConfigT, Hardware], Training | Passes]) -> list[Remedy]:
     """Return the ways with what each saves and costs against the run as it is."""
     hardware = of_this_job(detect(measures=False))  # measuring would need memory
-    now = work(config, hardware).phase(hardware)
+    now, seconds = _taken(work(config, hardware), hardware)
     found = []
     for changes, why in ways:
-        other = work(replace(config, **changes), hardware).phase(hardware)
-        saves = Bytes(now.reserved - other.reserved)
-        found.append(Remedy(changes=changes, saves=saves, slowdown=_ratio(other, now), why=why))
+        other, longer = _taken(work(replace(config, **changes), hardware), hardware)
+        is_known = 0 < seconds < float("inf") and longer < float("inf")
+        slowdown = longer / seconds if is_known else 1.0
+        found.append(Remedy(changes=changes, saves=Bytes(now.reserved - other.reserved), slowdown=slowdown, why=why))
     return found
 
 
-def _ratio(other: Phase, now: Phase) -> float:
-    is_known = 0 < now.seconds < float("inf") and other.seconds < float("inf")
-    return other.seconds / now.seconds if is_known else 1.0
+def _taken(work: Training | Passes, hardware: Hardware) -> tuple[Phase, float]:
+    """Return what a work takes, and its time; that of passes for one sample, as their batches may differ."""
+    phase = work.phase(hardware)
+    return phase, phase.seconds / (work.use.batch_size if isinstance(work, Passes) else 1)

@@ -22,13 +22,13 @@ from wandistiller.distributed.ranks import Ranks, rank_device, read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.files import check_can_write
 from wandistiller.memory.estimates import Phase
+from wandistiller.memory.forecast import forecast
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.models.devices import find_device
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
-from wandistiller.train.forecast import forecast
 from wandistiller.train.graphs import check_can_graph
 from wandistiller.train.loop import Loop, LoopOptions, Stopped
 from wandistiller.train.memory_watch import WatchMemory
@@ -100,11 +100,6 @@ class Run:
             num_steps=num_steps,
             metrics=WriteMetrics(config.output_dir, monitor.observe),
         )
-
-    @property
-    def can_be_foreseen(self) -> bool:
-        """Whether what it will take is known beforehand: of one process, without recorded computations."""
-        return self.ranks.world_size == 1 and not self.config.cuda_graphs
 
     @property
     def samples_per_step(self) -> int:
@@ -201,7 +196,7 @@ class Run:
 def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:
     """Load the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder."""
     newest = states.newest()
-    if num_restarts():
+    if loop.ranks.largest(num_restarts()):  # machines count differently
         resume = "auto"  # torchrun has started this again: what was asked for has been done already
     if resume is None:
         if newest is not None:

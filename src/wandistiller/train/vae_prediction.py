@@ -43,8 +43,11 @@ _FEW, _LEAST_GROWTH = 5, 0.4
 def predict_train_vae(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train-vae`` takes."""
     work = vae_step(config, shapes, hardware)
-    count = sum(each.numel() for parameters in work.trained(work.build()).values() for each in parameters)
-    disk = (Item("vae", "states", "disk", Bytes(config.keep * 12 * count)),)
+    counts = {name: sum(each.numel() for each in found) for name, found in work.trained(work.build()).items()}
+    average = counts["vae"] if config.use_ema else 0
+    # Weights and two moments, and the average, in float32.
+    states = Bytes(config.keep * 4 * (3 * sum(counts.values()) + average))
+    disk = (Item("vae", "states", "disk", states), Item("vae", "result", "disk", Bytes(4 * counts["vae"])))
     return Estimate(phases=(work.phase(hardware, num_steps=config.num_steps or 1000),), disk=disk)
 
 
@@ -147,6 +150,8 @@ class VaeStep:
             stage.scene.hold(name, "weights", [tensor.nbytes for _, tensor in named_tensors(model)])
         for name, parameters in self.trained(models).items():
             stage.scene.hold(name, "optimiser", optimiser.state(parameters))
+            # DDP collects gradients in buckets beside them.
+            stage.scene.hold(name, "exchanged gradients", [each.nbytes for each in parameters if hardware.num_ranks > 1])
         if self.config.use_ema:
             stage.scene.hold("vae", "average", [each.nbytes for each in models["vae"].parameters()])
         pixels = 4 * self.config.batch_size * 3 * math.prod(self.shape)

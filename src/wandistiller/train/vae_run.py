@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from wandistiller.distributed.sharding import Sharding
 from wandistiller.files import complete_or_absent
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.estimates import Phase
+from wandistiller.memory.forecast import hardware_of
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.out_of_memory import Failure
@@ -73,7 +74,7 @@ class _Job:
 def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
     """Do the whole job."""
     job = _prepare(config)
-    monitor = Monitor([job.device], lambda failure: _find_remedies(config, failure))
+    monitor = Monitor([job.device], lambda failure: _find_remedies(job, failure))
     with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks:
         return _train(job, ranks, monitor)
 
@@ -154,7 +155,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
         about=[
             f"Training a VAE of {count / 1e6:.2f} M parameters for {run.num_steps} steps of {run.plan.num_samples(0)} samples"
         ],
-        foresee=_foresee(job) if run.can_be_foreseen else None,
+        foresee=None if config.cuda_graphs or job.parallel.is_sharded else _foresee(job),
     )
     output = None
     if stopped.signal is None:
@@ -258,18 +259,24 @@ def measure_latents(
     return mean_each.tolist(), (squares / total - mean_each.square()).clamp_min(1e-12).sqrt().tolist()
 
 
-def _find_remedies(config: TrainVaeConfig, failure: Failure) -> list[Remedy]:
-    """Return what the flags of ``train-vae`` can do; nearly all that a VAE takes are activations."""
+def _find_remedies(job: _Job, failure: Failure) -> list[Remedy]:
+    """Return what the flags of ``train-vae`` can do, each predicted as the training itself is."""
     if failure.kind != "device":
         return []
-    held = failure.in_use + (failure.asked or 0)
+    hardware = hardware_of(job.device, measures=False)  # measuring would need memory
+    now = _foresee(job)(hardware)
     found = []
-    if not config.vae_gradient_checkpointing:
-        found.append(Remedy(changes={"vae_gradient_checkpointing": True}, saves=Bytes(held // 2), slowdown=1.3))
-    if config.use_lpips and not config.lpips_checkpointing:
-        found.append(Remedy(changes={"lpips_checkpointing": True}, saves=Bytes(held // 5), slowdown=1.1))
-    if config.batch_size > 1:
-        half = config.batch_size // 2
-        changes = {"batch_size": half, "gradient_accumulation": config.gradient_accumulation * 2}
-        found.append(Remedy(changes=changes, saves=Bytes(round(held * (1 - half / config.batch_size))), slowdown=1.1))
+    for changes in _ways(job.config):
+        other = _foresee(replace(job, config=replace(job.config, **changes)))(hardware)
+        slowdown = other.seconds / now.seconds if now.seconds else 1.0
+        found.append(Remedy(changes=changes, saves=Bytes(now.peak - other.peak), slowdown=slowdown))
     return found
+
+
+def _ways(config: TrainVaeConfig) -> Iterator[dict[str, Any]]:
+    if not config.vae_gradient_checkpointing:
+        yield {"vae_gradient_checkpointing": True}
+    if config.use_lpips and not config.lpips_checkpointing:
+        yield {"lpips_checkpointing": True}
+    if config.batch_size > 1:
+        yield {"batch_size": config.batch_size // 2, "gradient_accumulation": config.gradient_accumulation * 2}

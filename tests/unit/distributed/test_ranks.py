@@ -1,8 +1,14 @@
 """How ranks share work."""
 
-import pytest
+from contextlib import nullcontext
 
-from wandistiller.distributed.ranks import Ranks
+import pytest
+import torch
+
+from wandistiller.config.distill import DistillConfig
+from wandistiller.distributed.ranks import Ranks, rank_device, read_ranks
+from wandistiller.errors import UsageError
+from wandistiller.train.distill_job import _check_cards
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
@@ -12,3 +18,38 @@ def test_turns_are_as_many_on_every_rank_and_each_thing_counts_once(count, world
     assert len({len(share) for share in shares}) == 1
     assert sorted(number for share in shares for number, counts in share if counts) == list(range(count))
     assert all(0 <= number < count for share in shares for number, _ in share)
+
+
+@pytest.mark.parametrize(("count", "here"), [(8, 8), (8, 2), (9, 2), (1, 1)])
+def test_cards_of_a_machine_belong_to_one_rank_each(count, here):
+    shares = [Ranks(local, here, local, here).cards(count) for local in range(here)]
+    assert {len(share) for share in shares} == {count // here}
+    assert len({card for share in shares for card in share}) == here * (count // here)
+
+
+def test_a_rank_works_on_the_first_of_its_cards(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    for name, value in (("RANK", 5), ("WORLD_SIZE", 6), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    assert rank_device("cuda", read_ranks()) == "cuda:2"
+    assert rank_device("cpu", read_ranks()) == "cpu"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(UsageError, match="more ranks on this machine than its 4 GPUs"):
+        rank_device("cuda", read_ranks())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks_here", "message"),
+    [
+        ("balanced", 4, "needs several GPUs, and each of 4 ranks has one"),
+        ("custom", 2, "custom does not go with several ranks"),
+        ("sequential", 2, None),
+        ("balanced", 1, None),
+    ],
+)
+def test_a_teacher_is_spread_over_the_cards_of_its_own_rank_alone(monkeypatch, strategy, ranks_here, message):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    config = DistillConfig(teacher_device_strategy=strategy)
+    ranks = Ranks(1, ranks_here, 1, ranks_here)
+    with nullcontext() if message is None else pytest.raises(UsageError, match=message):
+        _check_cards(config, torch.device("cuda"), ranks)

@@ -8,17 +8,17 @@ import pytest
 import torch.distributed as dist
 from helpers.ranks import run_ranks
 
-from wandistiller.distributed import watch
+from wandistiller import doing
 from wandistiller.distributed.watch import Watch
 
 
 class Job:
     """Ranks of one process, each with a watch of its own."""
 
-    def __init__(self, count, timeout):
+    def __init__(self, count, timeout, **options):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
         self.errors, self.ended = {}, threading.Event()
-        self.watches = [Watch(self.store, rank, count, timeout, self.note(rank)) for rank in range(count)]
+        self.watches = [Watch(self.store, rank, count, timeout, self.note(rank), **options) for rank in range(count)]
         for each in self.watches:
             each.start()
 
@@ -34,8 +34,8 @@ class Job:
 def job():
     made = []
 
-    def make(*arguments):
-        made.append(Job(*arguments))
+    def make(*arguments, **options):
+        made.append(Job(*arguments, **options))
         return made[-1]
 
     yield make
@@ -51,7 +51,7 @@ def test_ranks_that_live_are_left_alone(job):
 
 def test_a_silent_rank_is_named_with_what_it_did(job):
     found = job(3, 3.0)
-    with watch.noted("in step 7, exchanging gradients"):
+    with doing.noted("in step 7, exchanging gradients"):
         time.sleep(0.7)
         found.watches[1].stop()  # as one that is stopped: it says nothing of it
         started = time.monotonic()
@@ -70,11 +70,15 @@ def test_a_lost_store_is_noticed_though_its_reader_hangs(job):
     assert "no contact with the job" in str(found.errors[0])
 
 
-def test_what_is_noted_comes_back():
-    watch.note("outside")
-    with watch.noted("inside"):
-        assert watch._doing == "inside"
-    assert watch._doing == "outside"
+def test_a_rank_on_a_card_that_waits_in_vain_is_ended_before_nccl_aborts_it(job):
+    found = job(2, 1.5, ends_waiting=True)
+    with doing.noted("encoding"):
+        assert not found.ended.wait(3.0), "what waits for nobody may take its time"
+    with doing.noted("in step 7, exchanging gradients", waits_for_ranks=True):
+        assert found.ended.wait(10)
+    message = str(next(iter(found.errors.values())))
+    assert message.startswith("Ranks have waited for each other for more than")
+    assert "in step 7, exchanging gradients" in message and "--rank-timeout" in message
 
 
 def leave_early(seconds):
@@ -90,3 +94,19 @@ def leave_early(seconds):
 def test_a_rank_that_is_done_waits_in_peace(tmp_path):
     """Longer than a rank may be silent, and shorter than it may wait."""
     run_ranks(2, leave_early, 3.0, folder=tmp_path)
+
+
+def wait_long(seconds):
+    import torch
+
+    from wandistiller.distributed.ranks import joined
+
+    with joined(torch.device("cpu"), 2.0) as ranks:
+        for turn in range(2):
+            if ranks.rank == turn:
+                time.sleep(seconds)
+            ranks.wait_long()
+
+
+def test_ranks_wait_longer_for_one_than_a_collective_may_take(tmp_path):
+    run_ranks(2, wait_long, 3.0, folder=tmp_path)

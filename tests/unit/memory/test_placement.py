@@ -10,6 +10,7 @@ from torch import nn
 from wandistiller.errors import UsageError
 from wandistiller.memory import auto
 from wandistiller.memory.device_map import read_device_map
+from wandistiller.memory.estimates import HOST_SHARE, margin
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.placements import PLACEMENTS, find_placement
 from wandistiller.models.load import load_model
@@ -207,8 +208,8 @@ def test_auto_takes_the_fastest_that_fits(checkpoint, monkeypatch, device_blocks
     block = max(sum(-(-p.numel() * p.element_size() // 256) * 256 for p in b.parameters()) for b in subject.blocks)
     outside = footprint.device - 2 * block
     free = Bytes(int(outside + device_blocks * block))
-    # The host's share is 0.8; a block's worth of disk buffers is four blocks.
-    host = Bytes(int(host_blocks * 5 * block if host_blocks > 1 else 4.5 * block / 0.8))
+    # A block's worth of disk buffers is four blocks.
+    host = Bytes(int(host_blocks * 5 * block if host_blocks > 1 else 4.5 * block / HOST_SHARE))
     monkeypatch.setattr(auto, "device_memory", lambda device: SimpleNamespace(free=free))
     monkeypatch.setattr(auto, "available_host_memory", lambda: host)
     choice = find_placement("auto").choose(subject, CPU)
@@ -217,6 +218,30 @@ def test_auto_takes_the_fastest_that_fits(checkpoint, monkeypatch, device_blocks
         assert choice.placement.resident == expected[1]
     assert choice.reasons[-1].startswith(f"{expected[0]} takes")
     assert all("needs" in reason for reason in choice.reasons[:-1])
+
+
+def test_auto_leaves_what_is_needed_beside_the_weights_and_a_margin(checkpoint, monkeypatch):
+    subject = empty(checkpoint)
+    weights, beside = find_placement("gpu").predict(subject, CPU).device, Bytes(2**34)
+    needed = weights + beside + margin(weights + beside)
+    names = []
+    for free in (needed + 10, needed - 10):
+        monkeypatch.setattr(auto, "device_memory", lambda device, free=free: SimpleNamespace(free=Bytes(free)))
+        names.append(find_placement("auto", headroom=beside).choose(subject, CPU).name)
+    assert names == ["gpu", "offload"]
+
+
+def test_auto_counts_the_host_memory_of_all_ranks(checkpoint, monkeypatch):
+    subject = empty(checkpoint)
+    subject.model.requires_grad_(True)  # adapters beside the weights: each rank has its own copy
+    streamed = find_placement("offload").predict(subject, CPU)
+    monkeypatch.setattr(auto, "device_memory", lambda device: SimpleNamespace(free=streamed.device))
+    monkeypatch.setattr(auto, "available_host_memory", lambda: Bytes(int(1.8 * streamed.host / HOST_SHARE)))
+    names = []
+    for ranks in (1, 2):
+        monkeypatch.setattr(auto, "ranks_here", lambda ranks=ranks: ranks)
+        names.append(find_placement("auto").choose(subject, CPU).name)
+    assert names == ["offload", "disk"]
 
 
 def test_auto_says_why_nothing_fits(checkpoint, monkeypatch):

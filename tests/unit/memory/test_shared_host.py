@@ -1,12 +1,16 @@
 """Ranks of one machine share one copy of what has to be converted; its memory is gone when they are."""
 
+import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from wandistiller.errors import UsageError
 from wandistiller.memory import shared_host
 
 RANK = """
@@ -14,15 +18,19 @@ import re, sys, torch
 from pathlib import Path
 from wandistiller.memory.subjects import stored_subject
 from wandistiller.memory.placements import find_placement
+from wandistiller.memory.placement import Streamed
 from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
 
 reads = []
 stored = inspect_checkpoint(Path(sys.argv[1]), TRANSFORMER)
-subject = stored_subject(stored, torch.float32, on_read=lambda: reads.append(1))
+is_packed = sys.argv[2] == "8 bits"
+dtype = torch.bfloat16 if is_packed else torch.float32
+subject = stored_subject(stored, dtype, on_read=lambda: reads.append(1))
 subject.model.requires_grad_(False)
-find_placement(sys.argv[2]).attach(subject, torch.device("cpu"))
+placement = Streamed(quantise=True) if is_packed else find_placement(sys.argv[2])
+placed = placement.attach(subject, torch.device("cpu"))
 total = sum(value.double().sum() for value in subject.model.state_dict().values())
-print("ready", len(reads), float(total), flush=True)
+print("ready", len(reads), float(total), placed.stream.store.relative_error if is_packed else 0, flush=True)
 sys.stdin.readline()
 share, inside = 0, False
 for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -36,9 +44,8 @@ sys.stdin.readline()
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs Linux's account of shared memory")
-@pytest.mark.parametrize("placement", ["cpu", "offload"])
+@pytest.mark.parametrize("placement", ["cpu", "offload", "8 bits"])
 def test_two_ranks_share_one_copy(tiny_folder, tmp_path, placement):
-    import torch
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer").to(torch.bfloat16)
@@ -66,10 +73,11 @@ def test_two_ranks_share_one_copy(tiny_folder, tmp_path, placement):
 
     ready = ask("ready")
     if placement == "cpu":
-        assert sorted(int(reads) > 0 for reads, _ in ready) == [False, True], "one rank reads, the other maps"
-    assert ready[0][1] == ready[1][1]
+        assert sorted(int(reads) > 0 for reads, *_ in ready) == [False, True], "one rank reads, the other maps"
+    assert ready[0][1:] == ready[1][1:], "the same values; with 8 bits, the same error"
     shared = model if placement == "cpu" else model.blocks  # what is in no block is on the device
-    converted = sum(p.numel() * 4 for p in shared.parameters() if p.dtype == torch.bfloat16)
+    width = 1 + 2 / 128 if placement == "8 bits" else 4
+    converted = sum(p.numel() * width for p in shared.parameters() if p.dtype == torch.bfloat16)
     together = sum(int(share[0]) for share in ask("share"))
     assert 0.9 * converted < together < 1.15 * converted + 2 * 4096
     assert all(rank.wait(timeout=60) == 0 for rank in ranks)
@@ -83,8 +91,24 @@ def test_what_a_killed_job_left_is_removed(tmp_path, monkeypatch):
     held = tmp_path / f"{shared_host._prefix()}def.weights"
     held.write_bytes(b"x")
     shared_host._hold(held)
+    unfinished = tmp_path / f"{shared_host._prefix()}ghi.partial"
+    unfinished.write_bytes(b"x")
+    unfinished.with_suffix(".lock").write_bytes(b"")
     shared_host.remove_abandoned()
     assert not left.exists()
+    assert not list(tmp_path.glob("*ghi*")), "of one that was killed while it filled, too"
     assert held.exists()
     shared_host._release()
     assert not held.exists()
+
+
+def test_too_little_shared_memory_is_said_with_its_place(tmp_path, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_host, "_folder", lambda: tmp_path)
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(UsageError, match=re.escape(f"Shared memory ({tmp_path}) has room for")) as error:
+        shared_host.share("key", {"a": (torch.Size([2**30]), torch.uint8)}, lambda name: torch.zeros(1))
+    assert "1.0 GiB are needed" in str(error.value) and "--shm-size" in str(error.value)
+    assert not list(tmp_path.glob("*.partial"))

@@ -2,18 +2,30 @@
 
 import pytest
 import torch
+from transformers import UMT5Config, UMT5EncoderModel
 
 from wandistiller.config.train_vae import TrainVaeConfig
-from wandistiller.memory.encoder_phases import Decoding
+from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Placing
-from wandistiller.memory.uses import Adapters, Use
+from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.sizes import SIZES, TINY_VAE
 from wandistiller.plan.trial import try_out
 from wandistiller.train.vae_prediction import VaeStep
 
 CPU = torch.device("cpu")
+_TEXT = {
+    "d_model": 16,
+    "d_ff": 32,
+    "d_kv": 8,
+    "num_heads": 2,
+    "num_layers": 3,
+    "vocab_size": 32,
+    "feed_forward_proj": "gated-gelu",
+}
+with torch.device("meta"):
+    ENCODER = UMT5EncoderModel(UMT5Config(**_TEXT)).requires_grad_(False).eval()
 USE = Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 8, 8), text_tokens=8, dtype=torch.float32)
 
 
@@ -35,7 +47,17 @@ USE = Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 
             teacher_placing=Placing(name="offload"),
             teacher_passes=2,
         ),
+        Training(
+            student=USE.changed(trains="everything", config={**SIZES["tiny"].transformer, "num_layers": 2}),
+            teacher=USE.changed(name="teacher"),
+            teacher_passes=3,
+            matches_features=True,
+        ),
+        Training(student=USE.changed(trains="everything", pixels=PixelDecoder(TINY_VAE, is_checkpointed=True)), clips=False),
         Decoding(config=TINY_VAE, latent_shape=(8, 3, 4, 4), dtype=torch.float32),
+        Encoding(config=TINY_VAE, pixel_shape=(3, 5, 32, 32), dtype=torch.float32),
+        TextEncoding(encoder=ENCODER, placing="gpu"),
+        TextEncoding(encoder=ENCODER, placing="offload", resident=1),
         VaeStep(
             config=TrainVaeConfig(batch_size=2, gan_training=True, use_lpips=True, use_ema=True, r1_interval=1),
             vae=TINY_VAE,
@@ -43,7 +65,21 @@ USE = Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 
             precision="no",
         ),
     ],
-    ids=["guided", "streamed", "trained", "trained and streamed", "adapters", "distilled", "decoded", "vae"],
+    ids=[
+        "guided",
+        "streamed",
+        "trained",
+        "trained and streamed",
+        "adapters",
+        "distilled",
+        "features",
+        "pixels",
+        "decoded",
+        "encoded",
+        "text",
+        "text streamed",
+        "vae",
+    ],
 )
 def test_steps_are_taken(work):
     assert try_out(work, CPU, num_steps=1).seconds > 0

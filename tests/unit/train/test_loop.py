@@ -178,19 +178,23 @@ def test_what_is_not_finite_is_blamed_on_its_role_before_anything_is_saved(tmp_p
 
 
 class Interrupt(Callback):
-    def __init__(self, number, at):
-        self._number, self._at = number, at
+    def __init__(self, numbers, at):
+        self._numbers, self._at = numbers, at
 
     def stepped(self, loop):
         if loop.step == self._at:
-            os.kill(os.getpid(), self._number)
+            for number in self._numbers:
+                os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_first(tmp_path, number):
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice, as torchrun sends it on"])
+def test_a_signal_saves_first(tmp_path, monkeypatch, number, times):
+    if times > 1:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     straight = make_loop(steps=6)
     straight.run()
-    loop = make_loop(tmp_path, steps=6, callbacks=[Interrupt(number, 2)])
+    loop = make_loop(tmp_path, steps=6, callbacks=[Interrupt([number] * times, 2)])
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     stopped = loop.run()
     assert (stopped.step, stopped.signal) == (2, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import psutil
 import torch
 
-from wandistiller.distributed.ranks import read_ranks
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.hardware import Hardware, detect
 from wandistiller.memory.host_limits import available_host_memory
@@ -23,24 +23,25 @@ from wandistiller.units import Bytes
 FILE = "plan.json"
 
 
-def hardware_of(device: torch.device) -> Hardware:
-    """Return the machine as a run on this device sees it."""
-    is_cuda = device.type == "cuda"
-    return of_this_job(detect() if is_cuda else Hardware(card=None, num_cards=0, host_memory=available_host_memory()))
+def hardware_of(device: torch.device, *, measures: bool = True) -> Hardware:
+    """Return the machine as a run on this device sees it; without ``measures`` its speed is as usual."""
+    if device.type != "cuda":
+        return of_this_job(Hardware(card=None, num_cards=0, host_memory=available_host_memory()))
+    return of_this_job(detect(measures=measures))
 
 
 def of_this_job(hardware: Hardware) -> Hardware:
     """Return the machines of a job that torchrun has started, and one where it has not."""
-    world_size = read_ranks().world_size
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return hardware
     return replace(hardware, num_cards=ranks_here(), num_nodes=max(world_size // ranks_here(), 1))
 
 
-def forecast(make: Callable[[Hardware], Phase], device: torch.device) -> Forecast | None:
+def forecast(make: Callable[[Hardware], Phase], device: torch.device, *, is_whole: bool = False) -> Forecast | None:
     """Return a prediction made now; a run goes on without one where that fails, and says why."""
     try:
-        return Forecast.of(make(hardware_of(device)), device)
+        return replace(Forecast.of(make(hardware_of(device)), device), is_whole=is_whole)
     except Exception as error:  # noqa: BLE001 - a nicety must not cost anybody a run
         say(f"There is no prediction of memory for this run: {type(error).__name__}: {error}")
         return None
@@ -48,12 +49,14 @@ def forecast(make: Callable[[Hardware], Phase], device: torch.device) -> Forecas
 
 @dataclass(frozen=True)
 class Forecast:
-    """The training of a run as it was predicted."""
+    """The part of a run that it is about, as it was predicted."""
 
     phase: Phase
     device: torch.device
     base: Bytes
     """What the process has taken already, where the device is the host."""
+    is_whole: bool = False
+    """Whether it tells of all phases of the run, and not only of the one that has its name."""
 
     @classmethod
     def of(cls, phase: Phase, device: torch.device) -> Forecast:
@@ -70,11 +73,12 @@ class Forecast:
         parts: dict[str, int] = {}
         for item in self.phase.items:
             if item.where == "device":
-                parts[item.kind] = parts.get(item.kind, 0) + item.size
+                parts[item.kind] = parts.get(item.kind, 0) + (item.size if item.at_peak is None else item.at_peak)
         most = sorted(parts.items(), key=lambda part: -part[1])[:4]
         about = ", ".join(f"{kind} {Bytes(size)}" for kind, size in most)
         time = f", {self.phase.seconds:.2g} s a step" if self.device.type == "cuda" else ""
-        return f"Predicted: at most {self.total} on {self.device} ({about}){time}"
+        who = f" of each of {ranks_here()} ranks" if ranks_here() > 1 else ""
+        return f"Predicted: at most {self.total} on {self.device}{who} ({about}){time}"
 
     def outcome(self, monitor: Monitor, seconds: float | None) -> str:
         """Say what was measured."""
@@ -82,11 +86,11 @@ class Forecast:
         return f"Measured: {self.measured(monitor)} on {self.device}{time}; predicted were {self.total}"
 
     def measured(self, monitor: Monitor) -> Bytes:
-        """Return the most that the process held of the device while training."""
+        """Return the most that the process held of the device in this phase."""
         seen = [
             memory.reserved if self.device.type == "cuda" else memory.peak
             for (phase, device), memory in monitor.peaks.items()
-            if phase == "training" and device == str(self.device)
+            if (self.is_whole or phase == self.phase.name) and device == str(self.device)
         ]
         return max(seen, default=Bytes(0))
 

@@ -5,8 +5,8 @@ import json
 import torch
 
 from wandistiller.memory.estimates import Item, Phase
+from wandistiller.memory.forecast import Forecast, forecast
 from wandistiller.memory.monitor import DeviceMemory, Monitor
-from wandistiller.train.forecast import Forecast, forecast
 from wandistiller.units import Bytes
 
 CARD = torch.device("cuda", 0)

@@ -1,0 +1,146 @@
+"""Works that are foreseen: what their tables add up to, where memory is counted, and how long updates on the host take."""
+
+import pytest
+import torch
+
+from wandistiller.memory.durations import Seconds, updated_on_host
+from wandistiller.memory.encoder_phases import Decoding
+from wandistiller.memory.estimates import Estimate, Item, Phase
+from wandistiller.memory.hardware import described
+from wandistiller.memory.stage import Placing
+from wandistiller.memory.uses import Adapters, PixelDecoder, Use
+from wandistiller.memory.works import Drawing, Passes, Training, foreseen_placing
+from wandistiller.models.sizes import SIZES, TINY_VAE
+from wandistiller.units import Bytes
+
+CARD = described(card="rtx4090", host_memory=Bytes(2**36))
+CONFIG = {**SIZES["tiny"].transformer, "num_layers": 8}
+USE = Use(name="student", config=CONFIG, latent_shape=(8, 2, 16, 16), text_tokens=8, dtype=torch.float32)
+TRAINED = USE.changed(trains="everything")
+ADAPTED = USE.changed(trains="adapters", adapters=Adapters(2, ("to_q",)))
+WEIGHTS = sum(each.nbytes for each in USE.model.parameters())
+BLOCKS = sum(each.numel() for each in USE.model.get_submodule("blocks").parameters())
+
+
+def sizes(phase, where="device"):
+    return {(item.role, item.kind): item.size for item in phase.items if item.where == where}
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Training(student=TRAINED, averages=True),
+        Training(student=TRAINED.changed(dtype=torch.bfloat16), accumulation=2),
+        Training(student=ADAPTED, placing=Placing(name="offload")),
+        Training(student=TRAINED, teacher=USE.changed(name="teacher"), matches_features=True),
+        Passes(use=USE, held=(64,)),
+    ],
+    ids=["full", "masters", "adapters", "distilled", "passes"],
+)
+def test_what_is_there_at_the_worst_moment_adds_up(work):
+    phase = work.phase(CARD)
+    device = [item for item in phase.items if item.where == "device"]
+    assert sum(item.at_peak for item in device) == phase.peak <= phase.reserved
+    assert all(0 <= item.at_peak <= item.size for item in device)
+
+
+def test_adapters_that_the_cpu_trains_are_in_host_memory():
+    on_card, on_host = (Training(student=ADAPTED, placing=Placing(name=name)).phase(CARD) for name in ("gpu", "cpu"))
+    assert sizes(on_host).keys() == {("", "libraries"), ("", "batch")}
+    assert on_host.total("host") + on_host.peak > on_card.peak
+
+
+def test_a_teacher_on_the_cpu_works_in_host_memory():
+    found = sizes(Passes(use=USE, placing=Placing(name="cpu")).phase(CARD), "host")
+    assert found[("student", "weights")] == pytest.approx(WEIGHTS, rel=0.1) and found[("student", "working memory")] > 0
+
+
+@pytest.mark.parametrize(("clips", "update", "expected"), [(True, 5, 8), (False, 5, 7), (True, 1, 5), (False, 1, 5)])
+def test_updates_on_the_host_run_beside_the_next_forward_or_beside_backward(clips, update, expected):
+    assert updated_on_host(Seconds(2.0, 3.0), update, clips=clips) == expected
+
+
+def test_gradients_that_are_added_up_on_the_host_are_in_float32():
+    student, found = TRAINED.changed(dtype=torch.bfloat16), []
+    for accumulation in (1, 2):
+        phase = Training(student=student, placing=Placing(name="offload"), accumulation=accumulation).phase(CARD)
+        found.append(sizes(phase, "host")[("student", "gradients")])
+    assert found[0] == pytest.approx(sum(student.block_bytes)) and found[1] == 4 * BLOCKS
+
+
+def test_a_machine_has_what_its_ranks_do_not_share_several_times():
+    items = tuple(Item("x", kind, "host", Bytes(10), is_shared=kind == "shared") for kind in ("shared", "own"))
+    estimate = Estimate(phases=(Phase(name="x", items=items),), ranks=4)
+    assert estimate.host == 10 + 4 * 10
+
+
+@pytest.mark.parametrize(
+    ("use", "placing", "is_shared"),
+    [
+        (USE, Placing(name="offload"), True),
+        (USE, Placing(name="cpu"), True),
+        (USE.changed(dtype=torch.bfloat16), Placing(name="offload", eight_bit=True), True),
+        (ADAPTED, Placing(name="offload"), False),
+    ],
+)
+def test_ranks_share_weights_that_nobody_changes(use, placing, is_shared):
+    work = Passes(use=use, placing=placing) if use.trains == "nothing" else Training(student=use, placing=placing)
+    items = [item for item in work.phase(CARD).items if item.where != "device" and item.kind == "weights"]
+    assert items and all(item.is_shared is is_shared for item in items)
+
+
+def test_a_loss_in_pixels_keeps_what_the_decoder_makes():
+    plain, whole, recomputed = (
+        Training(student=TRAINED.changed(pixels=pixels)).phase(CARD)
+        for pixels in (None, PixelDecoder(TINY_VAE), PixelDecoder(TINY_VAE, is_checkpointed=True))
+    )
+    label = ("student", "kept activations")
+    assert sizes(plain)[label] < sizes(recomputed)[label] < sizes(whole)[label]
+    # At least the pixels themselves, whose difference is looked at: 3 channels, 5 frames, eight pixels a latent.
+    assert sizes(whole)[label] - sizes(plain)[label] > 4 * 3 * 5 * 128 * 128
+    assert sizes(whole)[("vae", "weights")] > 0 and whole.seconds > plain.seconds
+
+
+def test_matched_features_are_kept_for_each_block():
+    teacher = USE.changed(name="teacher", dtype=torch.bfloat16)
+    found = sizes(Training(student=TRAINED, teacher=teacher, matches_features=True).phase(CARD))
+    tokens, width = 2 * 8 * 8, CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"]
+    # In 16 bits what the teacher gave, in 32 how far the student is from it.
+    assert found[("student", "matched features")] == 8 * tokens * width * (2 + 4)
+
+
+def test_pictures_drawn_while_training_need_a_vae_beside_the_optimiser():
+    decoding = Decoding(config=TINY_VAE, latent_shape=(8, 2, 64, 64), dtype=torch.float32)
+    drawing = Drawing(student=USE, decoding=decoding)
+    without, drawn = (Training(student=TRAINED, averages=True, drawing=each).phase(CARD) for each in (None, drawing))
+    alone = decoding.phase(CARD)
+    held = sum(sizes(drawn)[("student", kind)] for kind in ("weights", "optimiser", "average"))
+    assert drawn.peak >= alone.peak + held and drawn.reserved > without.reserved
+
+
+@pytest.mark.parametrize("name", ["balanced", "sequential"])
+def test_cards_that_have_a_model_between_them(name):
+    two = described(card="rtx4090", num_cards=2, host_memory=Bytes(2**36))
+    found = sizes(Passes(use=USE, placing=Placing(name=name)).phase(two))[("student", "weights")]
+    # Balanced, the fuller card has half, and a block and a quarter at most; in sequence the first has room for all.
+    block = max(USE.block_bytes)
+    assert found == pytest.approx(WEIGHTS, rel=0.05) if name == "sequential" else found < WEIGHTS / 2 + 1.5 * block
+
+
+def test_a_sharded_teacher_is_in_slices_and_two_blocks():
+    teacher = USE.changed(name="teacher")
+    found = sizes(Training(student=TRAINED, teacher=teacher, teacher_slices=4).phase(CARD))
+    assert found[("teacher", "weights")] == pytest.approx(WEIGHTS / 4, rel=0.1)
+    assert found[("teacher", "gathered blocks")] == pytest.approx(2 * max(USE.block_bytes), rel=0.1)
+
+
+def test_what_auto_will_choose_fits():
+    """On the card while the weights, all else and a margin fit; below that streamed, with blocks that stay."""
+    work = Training(student=ADAPTED.changed(latent_shape=(8, 9, 64, 64)))
+    phase = work.phase(CARD)
+    needed = phase.reserved + 300 * 2**20 + CARD.card.context
+    names = []
+    for memory in (needed, needed - 2**16):
+        hardware = described(card="rtx4090", gpu=Bytes(memory), host_memory=Bytes(2**36))
+        names.append(foreseen_placing(work.student, phase, hardware).name)
+    assert names == ["gpu", "offload"]
