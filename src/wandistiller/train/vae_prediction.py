@@ -66,7 +66,7 @@ class Least:
     """What a training takes of a card at least."""
 
     held: int
-    """Weights and the optimisers' states."""
+    """What does not grow with a batch: weights, gradients, the optimisers' states."""
     working: int
     """What is beside them in forward and backward."""
 
@@ -136,7 +136,7 @@ class VaeStep:
         key = (repr(self), hardware.card)
         if key not in _few_frames:
             phase = self._phase(hardware, 1)
-            kinds = ("weights", "optimiser", "average")
+            kinds = ("libraries", "weights", "optimiser", "average", "gradients")
             held = sum(item.size for item in phase.items if item.where == "device" and item.kind in kinds)
             _few_frames[key] = held, phase.peak
         return _few_frames[key]
