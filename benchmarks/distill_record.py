@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,17 +86,17 @@ def settings(arguments: argparse.Namespace, folder: Path) -> DistillConfig:
     )
 
 
-def time_passes(teacher: nn.Module, student: nn.Module) -> Iterator[Pass]:
-    """Time one pass of both, for pictures and clips, alone and many together."""
+def time_passes(teacher: nn.Module, student: nn.Module, sizes: Sequence[int], runs: int) -> Iterator[Pass]:
+    """Time one pass of both, for pictures and clips, in batches of some sizes."""
     for frames, what in ((1, "picture"), ((FRAMES - 1) // 4 + 1, "clip")):
-        for batch in SIZES_OF_BATCHES:
+        for batch in sizes:
             name = f"one {what}" if batch == 1 else f"{batch} {what}s"
             ways = {"eager": eager, **({"recorded": recorded} if DEVICE.type == "cuda" else {})}
             for way, ready in ways.items():
                 found = []
                 for model in (teacher, student):
                     release()
-                    row = measure(name, way, ready(model, frames, batch), warmup=3, runs=20)
+                    row = measure(name, way, ready(model, frames, batch), warmup=3, runs=runs)
                     assert row.seconds is not None
                     found.append(row.seconds)
                 yield Pass(name, way, *found)
@@ -137,7 +137,7 @@ def judge_both(arguments: argparse.Namespace, config: DistillConfig, seconds: fl
     rows = []
     for frames, what in ((1, "pictures"), (FRAMES, "clips")):
         world = f"world-heldout:{arguments.prompts}:{frames}x{SIDE}x{SIDE}"
-        for scale, name in ((None, "guided"), (1.0, "unguided")):
+        for scale, name in ((None, "guided"), (1.0, "unguided"))[: 1 if arguments.small else 2]:
             output = config.output_dir / f"{what}-{name}.html"
             report = replace(asked, data_path=world, frames=frames, cfg_scale=scale, output=output)
             rows.append(judge_run(f"{what}, against the {name} teacher", config, report, seconds))
@@ -160,8 +160,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="few steps and captions, and nothing kept")
     arguments = parser.parse_args()
     if arguments.small:
-        arguments.steps, arguments.batch, arguments.samples = 4, 4, 16
-        arguments.prompts, arguments.solver_steps, arguments.workers = 2, 2, 0
+        arguments.steps, arguments.batch, arguments.samples = 2, 2, 8
+        arguments.prompts, arguments.solver_steps, arguments.workers = 1, 1, 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     parts = (find_pipeline(arguments.teacher).part("transformer"), config.output_dir / "model" / "transformer")
     teacher, student = (load_transformer(part, dtype=dtype, device=DEVICE) for part in parts)
-    passes = list(time_passes(teacher, student))
+    passes = list(time_passes(teacher, student, *(((1,), 1) if arguments.small else (SIZES_OF_BATCHES, 20))))
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (teacher, student)]
     print(*rows, *passes, sep="\n")
     print(f"parameters: {counts[1]:,} of {counts[0]:,}, {counts[1] / counts[0]:.3f}")

@@ -60,7 +60,7 @@ class OneExpert:
     def index_at(self, timestep: float) -> int:
         return 0
 
-    def at(self, timestep: float) -> nn.Module:
+    def expert(self, index: int) -> nn.Module:
         return self._model
 
     def keep_up(self) -> None:

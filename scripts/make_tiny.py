@@ -135,7 +135,7 @@ def train_transformer(arguments: argparse.Namespace, run: Commands, learner: Pat
     """Encode the world and train the transformer on it."""
     output: Path = arguments.output
     data, held_out = f"world:{arguments.samples}:{PICTURES_AND_CLIPS}", f"world-heldout:256:{PICTURES_AND_CLIPS}"
-    for part, cache in ((data, "cache"), (held_out, "cache/held_out")):
+    for part, cache in ((data, "cache"), (held_out, "cache/.held_out")):
         encode = ["encode", "--model", str(learner), "--dataset_path", part, "--cache_dir", str(output / cache)]
         run([*encode, "--text_batch_size", "256", "--batch_size", "128"], common(arguments), times=arguments.encoders)
     run(

@@ -9,8 +9,12 @@ torchrun --nproc-per-node 4 scripts/train_distillation.py ... --distributed
 
 import os
 import sys
+from pathlib import Path
+from typing import NoReturn
 
+from wandistiller.cli.arguments import parse_flags
 from wandistiller.cli.main import main
+from wandistiller.config.distill import DistillConfig
 
 NAMES = {
     "--lr": "--learning-rate",
@@ -20,6 +24,14 @@ NAMES = {
 """Flags that are called otherwise in ``wandistiller distill``."""
 
 USUAL_SAMPLE_INTERVAL = "500"
+
+OWN_FLAGS = {
+    **{"--" + name[2:].replace("-", "_"): f"the same as {flag}" for name, flag in NAMES.items()},
+    "--save_samples": f"draw samples, every {USUAL_SAMPLE_INTERVAL} steps unless --sample_interval says otherwise",
+    "--multi_gpu": "start torchrun with one process for each GPU of this machine",
+    "--mixed_precision": "may stand without a value, for auto",
+}
+"""What this script knows besides, for its help."""
 
 
 def translated(arguments: list[str]) -> list[str]:
@@ -56,7 +68,21 @@ def launch_on_all_gpus(arguments: list[str]) -> None:
     os.execv(sys.executable, [*command, *arguments])
 
 
+def print_help() -> NoReturn:
+    """Show the flags of this script, then those of ``wandistiller distill``, and end."""
+    width = max(map(len, OWN_FLAGS))
+    try:
+        print("Distil a teacher: the flags of wandistiller distill, which follow, and\n")
+        print(*(f"  {name:<{width}}  {text}" for name, text in OWN_FLAGS.items()), "", sep="\n", flush=True)
+        parse_flags(DistillConfig, ["--help"], DistillConfig(), Path(__file__).name)
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print_help()
     given = [argument for argument in sys.argv[1:] if argument.replace("_", "-") != "--multi-gpu"]
     if len(given) < len(sys.argv) - 1 and "RANK" not in os.environ:
         launch_on_all_gpus(given)

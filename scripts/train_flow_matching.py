@@ -2,6 +2,7 @@
 
 python scripts/train_flow_matching.py --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dataset_path clips --batch_size 1 \
     --num_epochs 10 --gradient_checkpointing --learning_rate 1e-5 --checkpoint_dir runs/train --use_ema
+python scripts/train_flow_matching.py ... --pixel_loss_weight 0.1 --vae_gradient_checkpointing  # a second loss, in pixels
 torchrun --nproc-per-node 2 scripts/train_flow_matching.py ...
 """
 

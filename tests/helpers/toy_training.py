@@ -86,6 +86,7 @@ def make_loop(
     ema: bool = True,
     resume: bool = False,
     log_every: int = 1,
+    seed: int = 3,
     **options,
 ) -> Loop:
     reader, method, ranks = reader or ToyReader(), method or ToyMethod(), ranks or Ranks()
@@ -94,13 +95,15 @@ def make_loop(
     optimisation = Optimisation(parameters, optimiser, precision, CPU)
     callbacks = [*callbacks, KeepAverage(MovingAverage(method.student.model, parameters, 0.9))] if ema else list(callbacks)
     states = TrainingStates(folder, keep) if folder is not None else None
-    plan = StepPlan(BatchPlan([0] * len(reader), batch_size, 3), ranks.world_size, accumulation)
+    plan = StepPlan(BatchPlan([0] * len(reader), batch_size, seed), ranks.world_size, accumulation)
     loop = Loop(
         method,
         {"student": optimisation},
         reader,
         plan,
-        LoopOptions(num_steps=steps, save_every=save_every, workers=workers, seed=3, precision=precision, log_every=log_every),
+        LoopOptions(
+            num_steps=steps, save_every=save_every, workers=workers, seed=seed, precision=precision, log_every=log_every
+        ),
         device=CPU,
         ranks=ranks,
         states=states,

@@ -1,15 +1,21 @@
 """``distill`` end to end on a tiny Wan: every source of questions, every strategy, what is written and what is refused."""
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
-from diffusers import WanPipeline
-from safetensors.torch import load_file
+from diffusers import WanPipeline, WanTransformer3DModel
+from safetensors.torch import load_file, save_file
 
 from wandistiller.api import distill, sample
 from wandistiller.cli.main import main
-from wandistiller.errors import UsageError
+from wandistiller.config.distill import StrategyName
+from wandistiller.errors import UsageError, WanDistillerError
+from wandistiller.models.channel_adapter import ChannelAdapter, random_adapter
 
 SIZE = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {
@@ -80,27 +86,41 @@ def test_the_loss_falls(tmp_path, two_layers):
     assert sum(found[-5:]) < 0.5 * sum(found[:5])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "more"),
-    [
-        ("gpu", {}),
-        ("cpu", {}),
-        ("offload", {}),
-        ("disk", {}),
-        ("auto", {}),
-        ("gpu0", {}),
-        ("custom", {"map": True}),
-    ],
-)
-def test_every_strategy_gives_the_same_losses(tmp_path, two_layers, strategy, more):
+ASKED = {**QUICK, **DATASET, "num_steps": 3, "feature_weight": 0.5}
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory, two_layers):
+    """Those of a teacher that is simply there."""
+    run = tmp_path_factory.mktemp("plain")
+    distill(**ASKED, student_config=two_layers, output_dir=run, teacher_device_strategy="gpu")
+    return losses(run)
+
+
+@pytest.mark.parametrize("strategy", sorted({*get_args(StrategyName)} - {"gpu", "sharded"}))
+def test_every_strategy_gives_the_same_losses(tmp_path, two_layers, plain_losses, strategy):
+    """But for sharded, which needs several ranks."""
     options = {"teacher_device_strategy": strategy}
-    if more:
+    if strategy == "custom":
         options["teacher_device_map"] = tmp_path / "map.json"
         options["teacher_device_map"].write_text(json.dumps({"": "cpu"}))
-    both = {**QUICK, **DATASET, "student_config": two_layers, "num_steps": 3, "feature_weight": 0.5}
-    distill(**both, output_dir=tmp_path / "run", **options)
-    distill(**both, output_dir=tmp_path / "plain", teacher_device_strategy="gpu")
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+    distill(**ASKED, student_config=two_layers, output_dir=tmp_path / "run", **options)
+    assert losses(tmp_path / "run") == pytest.approx(plain_losses, rel=1e-4)
+
+
+def test_layers_by_importance_are_those_that_change_most(tmp_path, monkeypatch):
+    """A student of one layer starts from the one of the highest score; a resumed run does not measure again."""
+    path = tmp_path / "student.json"
+    path.write_text(json.dumps({"depth": 1}))
+    both = {**QUICK, **DATASET, "student_config": path, "layer_choice": "importance", "output_dir": tmp_path / "run"}
+    distill(**both, num_steps=1)
+    scores = json.loads((tmp_path / "run" / "layer_scores.json").read_text())["scores"]
+    facts = json.loads((tmp_path / "run" / "student.json").read_text())
+    assert len(scores) == 3 and facts["layers"] == [scores.index(max(scores))]
+    assert all(group["carried"] == group["total"] > 0 for group in facts["coverage"].values())
+    monkeypatch.setattr("wandistiller.train.layer_choice._influences", lambda *a, **k: pytest.fail("measured again"))
+    distill(**both, num_steps=2, resume="auto")
+    assert json.loads((tmp_path / "run" / "student.json").read_text()) == facts
 
 
 def test_stored_answers_are_asked_for_once(tmp_path, two_layers, monkeypatch):
@@ -109,6 +129,20 @@ def test_stored_answers_are_asked_for_once(tmp_path, two_layers, monkeypatch):
     monkeypatch.setattr("wandistiller.train.teacher.Teacher.answer", lambda *a, **k: pytest.fail("asked again"))
     distill(**both, output_dir=tmp_path / "b")
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_stored_answers_and_real_latents_add_up(tmp_path, two_layers):
+    """The losses of a step with both are those of a step with each, on the same draws."""
+    both = {**QUICK, **DATASET, "student_config": two_layers, "cache_teacher": True, "teacher_draws": 1, "num_steps": 1}
+    distill(**both, output_dir=tmp_path / "both", data_weight=0.5)
+    line = json.loads((tmp_path / "both" / "metrics.jsonl").read_text().splitlines()[0])
+    assert line["loss"] == pytest.approx(line["output_loss"] + 0.5 * line["data_loss"], rel=1e-5)
+    distill(**both, output_dir=tmp_path / "output")
+    assert line["output_loss"] == pytest.approx(losses(tmp_path / "output")[0], rel=1e-6)
+    # Where nothing is stored the first epoch draws what draw 0 is: noise and sigma of (seed, 0, sample).
+    live = {**both, "cache_teacher": False, "output_weight": 0.0, "data_weight": 1.0}
+    distill(**live, output_dir=tmp_path / "data")
+    assert line["data_loss"] == pytest.approx(losses(tmp_path / "data")[0], rel=1e-3)
 
 
 def test_guidance_is_learnt(tmp_path):
@@ -121,10 +155,16 @@ def test_guidance_is_learnt(tmp_path):
         assert losses(tmp_path / name)[0] > 1e-5
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers):
-    both = {**QUICK, **PROMPTS, "student_config": two_layers, "num_prompts": 8, "use_ema": True}
-    distill(**both, output_dir=tmp_path / "straight", num_steps=4)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers, monkeypatch):
+    both = {**QUICK, **PROMPTS, "student_config": two_layers, "use_ema": True}
+    distill(**both, output_dir=tmp_path / "straight", num_prompts=3, num_steps=4)
+    # Two steps of four samples take three prompts of three steps each; two more steps change nothing about that.
     distill(**both, output_dir=tmp_path / "run", num_steps=2)
+    monkeypatch.setattr("wandistiller.train.teacher.Teacher.answer", lambda *a, **k: pytest.fail("asked again"))
+    with pytest.raises(UsageError, match="3 prompts, and --num-prompts is 4"):
+        distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto", num_prompts=4)
+    with pytest.raises(UsageError, match="guidance was 1"):
+        distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto", guidance_scale=3.0)
     distill(**both, output_dir=tmp_path / "run", num_steps=4, resume="auto")
     name = "model/transformer/diffusion_pytorch_model.safetensors"
     straight, resumed = (load_file(tmp_path / folder / name) for folder in ("straight", "run"))
@@ -142,7 +182,37 @@ def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
     assert ours[0].latents.shape[0] == 8, "the VAE's channels"
 
 
-def test_the_students_description_says_what_it_is_trained_at(tmp_path):
+def test_refreshed_answers_come_from_new_noise_and_resume_to_the_bit(tmp_path, two_layers):
+    both = {**QUICK, **PROMPTS, "student_config": two_layers, "num_prompts": 6, "refresh_every": 2}
+    distill(**both, output_dir=tmp_path / "straight", num_steps=5)
+    refreshed = tmp_path / "straight" / "cache" / "refreshed"
+    assert {path.name.split("-")[2] for path in refreshed.glob("*/shard-*")} == {"0002"}, "the last round alone"
+    distill(**both, output_dir=tmp_path / "run", num_steps=3)
+    # The state is of the middle of a round, whose answers are made again.
+    shutil.rmtree(tmp_path / "run" / "cache" / "refreshed")
+    distill(**both, output_dir=tmp_path / "run", num_steps=5, resume="auto")
+    name = "model/transformer/diffusion_pytorch_model.safetensors"
+    straight, resumed = (load_file(tmp_path / folder / name) for folder in ("straight", "run"))
+    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+    assert losses(tmp_path / "straight") == losses(tmp_path / "run")
+
+
+def test_an_adapter_is_of_the_run_that_it_lies_beside(tmp_path):
+    path = tmp_path / "student.json"
+    path.write_text(json.dumps({"depth": 2, "latent_channels": 4}))
+    run, left = tmp_path / "run", random_adapter(8, 5, seed=3)
+    left.save(run / "channel_adapter")
+    both = {**QUICK, **PROMPTS, "student_config": path, "output_dir": run}
+    distill(**both, num_steps=1)
+    made = ChannelAdapter.load(run / "channel_adapter")
+    assert made.student_channels == 4 and made.kind == "pca"
+    changed = replace(made, mean=made.mean + 1)
+    changed.save(run / "channel_adapter")
+    distill(**both, num_steps=2, resume="auto")
+    assert torch.equal(ChannelAdapter.load(run / "channel_adapter").mean, changed.mean)
+
+
+def test_the_students_description_says_what_it_is_trained_at(tmp_path, monkeypatch):
     path = tmp_path / "student.json"
     path.write_text(json.dumps({"depth": 2, "image_size": 48, "num_frames": 5, "text_max_length": 3}))
     run = tmp_path / "run"
@@ -151,6 +221,17 @@ def test_the_students_description_says_what_it_is_trained_at(tmp_path):
     about = json.loads(next((run / "cache" / "teacher").glob("*/records.json")).read_text())["about"]
     assert about["shape"] == [8, 2, 6, 6]
     assert list((run / "samples" / "step-00000001").glob("*.mp4"))
+    beyond = []
+    forward = WanTransformer3DModel.forward
+
+    def noted(model, hidden_states, timestep, encoder_hidden_states, *args, **options):
+        beyond.append(float(encoder_hidden_states[:, 3:].abs().max()))
+        return forward(model, hidden_states, timestep, encoder_hidden_states, *args, **options)
+
+    monkeypatch.setattr(WanTransformer3DModel, "forward", noted)
+    prompt = "a prompt of many more tokens than three"
+    sample(model=str(run / "model"), prompt=prompt, width=32, height=32, steps=1, output=tmp_path / "x.png")
+    assert beyond and not any(beyond), "drawn with no more of a caption than it was taught with"
 
 
 def test_a_teacher_of_two_experts(tmp_path, two_layers, two_expert_folder):
@@ -176,13 +257,43 @@ def test_a_random_start_is_worse_at_first(tmp_path, two_layers):
     assert losses(tmp_path / "random")[0] > losses(tmp_path / "teacher")[0]
 
 
+NEW_ATTENTION = {"num_heads": 8, "attention_head_dim": 12, "ffn_dim": 16}
 BAD = {
     "no teacher": ({"teacher_path": "nowhere"}, "nowhere"),
-    "another architecture": ({"teacher_path": "{vae}"}, ""),
+    "no such teacher on the hub": ({"teacher_path": "foo/bar"}, "point --teacher-path to"),
+    "another architecture": ({"teacher": "flux"}, "is not a Wan transformer.\n  why: it looks like a Flux"),
+    "another class": ({"teacher": "vace"}, "is a WanVACETransformer3DModel, not a Wan transformer"),
+    "a part of a pipeline": ({"teacher": "vae"}, "is not a diffusers pipeline"),
+    "a single file": ({"teacher": "transformer/diffusion_pytorch_model.safetensors"}, "Point --teacher-path to"),
+    "no transformer": ({"teacher": "without transformer"}, "has no transformer"),
+    "no tokenizer": ({"teacher": "without tokenizer"}, "Point --teacher-path to a complete pipeline"),
     "no prompts": ({"data_path": "missing.txt"}, "missing.txt"),
     "a student that does not divide": ({"student": {"hidden_size": 50, "num_heads": 3}}, "hidden_size"),
     "a patch that does not divide": ({"student": {"patch_size": 3, "image_size": 32}}, "patch"),
+    "a patch beside the teacher's": ({"student": {"patch_size": 3}}, "multiple of 48"),
+    "a larger patch": ({"student": {"patch_size": 4}, "width": 48, "height": 48}, "Take --width 64 or 32"),
+    "a patch of frames": ({"student": {"patch_size": [2, 2, 2]}}, "Take --frames 5"),
+    "a patch of frames for pictures": (
+        {"student": {"patch_size": [2, 2, 2]}, "data_path": None, "dataset_path": "world:2:1x32x32", "frames": (5,)},
+        "no pictures",
+    ),
+    "one side": ({"student": {"image_size": 48}, "width": None}, "--width and --height go together"),
+    "little from the teacher": ({"student": NEW_ATTENTION}, "attention (100.0 %)"),
+    "how to go on with little": ({"student": NEW_ATTENTION}, "--allow-low-coverage"),
+    "a state that is not there": ({"resume": "nowhere"}, "--resume nowhere does not exist"),
+    "a map that is not there": ({"teacher_device_strategy": "custom", "teacher_device_map": Path("no.json")}, "no.json"),
+    "a wrong map": ({"teacher_device_strategy": "custom", "map": {"blcks": "cpu"}}, "did you mean 'blocks'"),
+    "a map without custom": ({"map": {"": "cpu"}}, "--teacher-device-strategy custom"),
+    "resident without offload": ({"teacher_resident": "999"}, "--teacher-device-strategy offload"),
+    "several lengths of what is drawn": ({"frames": (1, 5)}, "--frames 1 5"),
+    "named layers and a choice": ({"student": {"layers": [0, 2]}, "layer_choice": "importance"}, "names its layers"),
+    "a choice without layers": ({"student_init": "random", "layer_choice": "importance"}, "--student-init teacher"),
     "features without the teacher": ({"feature_weight": 1.0}, "--feature-weight"),
+    "nothing to keep": (
+        {"data_path": None, **DATASET, "cache_teacher": True, "output_weight": 0.0, "data_weight": 1.0},
+        "--cache-teacher",
+    ),
+    "nothing to refresh": ({"data_path": None, **DATASET, "refresh_every": 2}, "--refresh-every"),
     "guidance without a scale": ({"guidance_weight": 1.0}, "--guidance-scale"),
 }
 
@@ -190,16 +301,36 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_before_weights_are_read(tmp_path, tiny_folder, monkeypatch, name):
     changes, words = dict(BAD[name][0]), BAD[name][1]
-    if "student" in changes:
-        changes["student_config"] = tmp_path / "student.json"
-        changes["student_config"].write_text(json.dumps(changes.pop("student")))
-    if changes.get("teacher_path") == "{vae}":
-        changes["teacher_path"] = str(tiny_folder / "vae")
+    for given, flag in (("student", "student_config"), ("map", "teacher_device_map")):
+        if given in changes:
+            changes[flag] = tmp_path / f"{given}.json"
+            changes[flag].write_text(json.dumps(changes.pop(given)))
+    if "teacher" in changes:
+        changes["teacher_path"] = str(wrong_teacher(changes.pop("teacher"), tiny_folder, tmp_path / "teacher"))
     monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
-    with pytest.raises(UsageError) as caught:
+    monkeypatch.setattr("wandistiller.models.text.load_whole", lambda *a, **k: pytest.fail("the text encoder was read"))
+    with pytest.raises(WanDistillerError) as caught:
         distill(**{**QUICK, **PROMPTS, **changes}, output_dir=tmp_path / "run", num_steps=1)
+    assert caught.value.exit_code == 2
     assert words in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def wrong_teacher(kind, tiny_folder, folder):
+    """Return a pipeline with something wrong, or a piece of one."""
+    if (tiny_folder / kind).exists():
+        return tiny_folder / kind
+    shutil.copytree(tiny_folder, folder)
+    if kind.startswith("without "):
+        shutil.rmtree(folder / kind.removeprefix("without "))
+    elif kind == "vace":
+        config = json.loads((folder / "transformer" / "config.json").read_text())
+        (folder / "transformer" / "config.json").write_text(json.dumps({**config, "_class_name": "WanVACETransformer3DModel"}))
+    else:
+        (folder / "transformer" / "config.json").unlink()
+        weights = {"double_blocks.0.img_attn.qkv.weight": torch.zeros(1)}
+        save_file(weights, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    return folder
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"caf\xe9\n"])

@@ -4,10 +4,13 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from wandistiller.cli.main import COMMANDS, main, parse
+from wandistiller.config.distill import StrategyName
+from wandistiller.memory.placements import PLACEMENTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,6 +54,12 @@ def test_code_blocks(page, tmp_path, own_cache, some_box, monkeypatch, capsys):
                 run(command, capsys)
         elif language:  # a block without a language is a drawing
             pytest.fail(f"{page.name} has a block in '{language}', which no test runs")
+
+
+def test_every_strategy_has_a_section():
+    sections = re.findall(r"^## `(\w+)`$", (ROOT / "docs" / "strategies.md").read_text(), re.MULTILINE)
+    assert sorted(sections) == sorted(get_args(StrategyName))
+    assert {*get_args(StrategyName)} == {*PLACEMENTS, "gpu0", "sharded"}
 
 
 def test_every_command_has_a_page_and_the_readme_links_it():

@@ -356,14 +356,14 @@ def test_bad_media_can_be_left_out(pipeline, data):
 
 
 def test_what_training_checks_before_its_first_step(pipeline, encoded):
-    from wandistiller.data.latent_cache import fingerprint_vae
+    from wandistiller.data.cache_files import fingerprint_model
     from wandistiller.models.stored import VAE, inspect_checkpoint
 
     folder = encoded / ".cache"
     vae = inspect_checkpoint(pipeline / "vae", VAE)
     source = open_source(encoded).source
     assigned = assign_buckets(source, plan_buckets(vae.config, 64, 64, (5,), 2.0))
-    cache = LatentCache(folder, vae=fingerprint_vae(vae))
+    cache = LatentCache(folder, vae=fingerprint_model(vae))
     cache.check(source, assigned.buckets)
     for index, bucket in enumerate(assigned.buckets):
         latents = cache.read(source.name(index), bucket)
@@ -380,7 +380,8 @@ def test_sizes_that_are_not_given_are_the_models_own(pipeline, tmp_path):
 
 def test_where_caches_are_by_default(data, own_cache):
     assert default_cache_dir(str(data)) == data / ".cache"
-    assert default_cache_dir(str(data / "list.jsonl")) == data / ".cache"
+    lists = [default_cache_dir(str(data / name)) for name in ("list.jsonl", "other.jsonl")]
+    assert lists == [data / ".cache" / ".list.jsonl", data / ".cache" / ".other.jsonl"], "other captions of the same media"
     assert default_cache_dir("world:5:1x32x32") == own_cache / "wandistiller" / "data" / "world-5-1x32x32"
 
 

@@ -25,10 +25,12 @@ def weights(folder):
     return load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
 
 
-def test_from_data_to_a_vae_that_everybody_loads(tmp_path):
+def test_from_data_to_a_vae_that_everybody_loads(tmp_path, capfd):
     done = train_vae(**QUICK, output_dir=tmp_path, num_steps=2, held_out="world-heldout:3:1x32x32", use_ema=True)
     assert done.step == 2
-    assert set(done.quality) == {"held_out/psnr", "held_out/ssim"}
+    assert set(done.quality) == {f"held_out/{name}" for name in ("psnr", "psnr_pictures", "ssim", "marks", "marks_original")}
+    assert done.quality["held_out/marks_original"] > 0.9 > done.quality["held_out/marks"]
+    assert f"Step 2, held-out data: PSNR {done.quality['held_out/psnr']:.2f} dB, SSIM" in capfd.readouterr().err
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["bytes"] > 0
     picture = np.asarray(Image.open(tmp_path / "reconstructions" / "step-00000002.png"))
     assert picture.shape == (64, 3 * 36, 3)
@@ -132,7 +134,11 @@ def test_channels_last_is_the_same_training(tmp_path):
     [
         ({"model": None}, "--model is missing"),
         ({"dataset_path": "nowhere"}, "nowhere"),
+        ({"held_out": "nowhere"}, r"nowhere does not exist(.|\n)*--held-out"),
         ({"use_lpips": True}, "LPIPS"),
+        ({"gan_training": True, "reduced_min_sizes": (16,)}, "--gan-training needs pictures of at least 24x24 .* are 16x16"),
+        ({"reduced_min_sizes": (24, 4)}, "--reduced-min-sizes 4 is no smaller size"),
+        ({"reduced_min_sizes": (32,)}, "--reduced-min-sizes 32 is no smaller size"),
         ({"lpips_checkpointing": True}, "without --use-lpips"),
         ({"r1_interval": 0}, "--r1-interval 0 is out of range"),
     ],
@@ -142,3 +148,17 @@ def test_wrong_input(tmp_path, changes, message):
         train_vae(**{**QUICK, **changes}, output_dir=tmp_path / "run", num_steps=1)
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_damaged_media_are_found_before_the_first_step(tmp_path, capfd):
+    for number in range(3):
+        Image.effect_noise((48, 48), 50).convert("RGB").save(tmp_path / f"p{number}.png")
+        (tmp_path / f"p{number}.txt").write_text("noise")
+    broken = tmp_path / "p1.png"
+    broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
+    options = {**QUICK, "dataset_path": str(tmp_path), "batch_size": 1, "num_steps": 3}
+    with pytest.raises(UsageError, match=r"1 of 3 items(.|\n)*p1.png is not a readable picture(.|\n)*--skip-bad"):
+        train_vae(**options, output_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert train_vae(**options, output_dir=tmp_path / "run", skip_bad=True).step == 3
+    assert "Left out p1: " in capfd.readouterr().err

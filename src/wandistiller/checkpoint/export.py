@@ -15,10 +15,13 @@ from wandistiller.checkpoint.proof import prove_equal
 from wandistiller.config.export import ExportConfig
 from wandistiller.errors import UsageError
 from wandistiller.files import complete_or_absent
+from wandistiller.models.channel_adapter import CONFIG_NAME as ADAPTER_CONFIG
+from wandistiller.models.channel_adapter import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import StoredModel, inspect_checkpoint
+from wandistiller.models.text_limit import TEXT_LIMIT_NAME
 from wandistiller.terminal import progress, say
 from wandistiller.units import Bytes
 
@@ -100,6 +103,9 @@ def _copy_other_parts(pipeline: Pipeline, folder: Path) -> None:
     for name in _OTHER_PARTS:
         if name in pipeline.parts:
             shutil.copytree(pipeline.parts[name], folder / name)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, TEXT_LIMIT_NAME):
+        if (pipeline.folder / name).is_file():
+            shutil.copyfile(pipeline.folder / name, folder / name)
     index = pipeline.folder / "model_index.json"
     if index.is_file():
         shutil.copyfile(index, folder / "model_index.json")

@@ -22,12 +22,22 @@ from wandistiller.files import complete_or_absent
 from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.models.pipeline import Pipeline
 from wandistiller.models.stored import inspect_checkpoint
+from wandistiller.models.text_limit import write_text_limit
+from wandistiller.models.text_padding import TEXT_TOKENS
 from wandistiller.models.transformer_keys import to_original
 from wandistiller.models.weight_files import Planned, in_file_order, write_safetensors
 
 
-def write_pipeline(target: Path, pipeline: Pipeline, replaced: Mapping[str, Callable[[Path], None]]) -> None:
-    """Write a diffusers pipeline in which some parts are new; the others are linked to, or copied from, where they are."""
+def write_pipeline(
+    target: Path,
+    pipeline: Pipeline,
+    replaced: Mapping[str, Callable[[Path], None]],
+    complete: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write a diffusers pipeline in which some parts are new; the others are linked to, or copied from, where they are.
+
+    ``complete`` may change the folder before it gets its name.
+    """
     with complete_or_absent(target) as partial:
         partial.mkdir(parents=True)
         for name, path in pipeline.parts.items():
@@ -36,25 +46,34 @@ def write_pipeline(target: Path, pipeline: Pipeline, replaced: Mapping[str, Call
         for name, write in replaced.items():
             write(partial / name)
         shutil.copyfile(pipeline.folder / "model_index.json", partial / "model_index.json")
+        complete(partial)
 
 
 def write_student_pipeline(
-    target: Path, pipeline: Pipeline, write: Callable[[Path], None], adapter: ChannelAdapter | None = None
+    target: Path,
+    pipeline: Pipeline,
+    write: Callable[[Path], None],
+    adapter: ChannelAdapter | None = None,
+    max_text_tokens: int = TEXT_TOKENS,
 ) -> None:
     """Write a pipeline whose one transformer is new; where the old one had two experts, the new one has none.
 
-    ``adapter`` goes with a transformer whose latents have other channels than the VAE's.
+    ``adapter`` goes with a transformer whose latents have other channels than the VAE's, ``max_text_tokens`` with one that
+    knows the beginning of captions alone.
     """
+
+    def complete(folder: Path) -> None:
+        write_text_limit(folder, max_text_tokens)
+        if adapter is not None:
+            adapter.save(folder)
+        if "transformer_2" in pipeline.parts:
+            index = folder / "model_index.json"
+            values = json.loads(index.read_text(encoding="utf-8"))
+            values |= {"transformer_2": [None, None], "boundary_ratio": None}
+            index.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
     replaced = replace(pipeline, parts={name: path for name, path in pipeline.parts.items() if name != "transformer_2"})
-    write_pipeline(target, replaced, {"transformer": write})
-    if adapter is not None:
-        adapter.save(target)
-    if "transformer_2" in pipeline.parts:
-        index = target / "model_index.json"
-        values = json.loads(index.read_text(encoding="utf-8"))
-        values |= {"transformer_2": [None, None], "boundary_ratio": None}
-        with complete_or_absent(index) as partial:
-            partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_pipeline(target, replaced, {"transformer": write}, complete)
 
 
 def write_model(folder: Path, model: nn.Module) -> None:

@@ -178,8 +178,8 @@ def _files(content: Mapping[str, Any]) -> dict[str, int]:
     return dict(content["files"]) if "files" in content else {ALONE: content["tensor_bytes"]}
 
 
-def load_state(path: Path, like: Callable[[str], Tensor | None] = lambda name: None) -> TrainingState:
-    """Read a state into host memory; where ``like`` gives a tensor that is cut, this rank's piece on its device."""
+def check_state(path: Path) -> None:
+    """Raise ``UsageError`` or ``CheckpointError`` for what is no state, or not a whole one."""
     if not path.is_dir():
         raise UsageError(f"--resume {path} does not exist.", fix="Give the folder of a state, or 'auto'.")
     if not is_complete(path):
@@ -188,6 +188,11 @@ def load_state(path: Path, like: Callable[[str], Tensor | None] = lambda name: N
             why="its writing was interrupted, or it is something else.",
             fix="Give another one, or --resume auto for the newest that is complete.",
         )
+
+
+def load_state(path: Path, like: Callable[[str], Tensor | None] = lambda name: None) -> TrainingState:
+    """Read a state into host memory; where ``like`` gives a tensor that is cut, this rank's piece on its device."""
+    check_state(path)
     content = json.loads((path / _FACTS).read_text(encoding="utf-8"))
     reader = StateReader([path / name for name in _files(content)])
     tensors: dict[str, Tensor] = {}
@@ -198,3 +203,10 @@ def load_state(path: Path, like: Callable[[str], Tensor | None] = lambda name: N
     with _own_errors(path):
         dcp.load(tensors, storage_reader=reader, no_dist=True)  # each rank reads for itself, whoever else there is
     return TrainingState(content["step"], tensors, content["facts"])
+
+
+def load_facts(path: Path) -> TrainingState:
+    """Read a state without its tensors."""
+    check_state(path)
+    content = json.loads((path / _FACTS).read_text(encoding="utf-8"))
+    return TrainingState(content["step"], {}, content["facts"])

@@ -40,6 +40,10 @@ class DistillConfig(TransformerTrainingConfig):
     student_init: Literal["teacher", "random"] = "teacher"
     """Start from the teacher's layers, or from random weights, which takes far longer."""
 
+    layer_choice: Literal["spread", "importance"] = "spread"
+    """Which of the teacher's layers a student of fewer has: evenly spread, or those that change the most of what goes through
+    them, which the teacher is asked about before training. The first and the last are always among them."""
+
     allow_low_coverage: bool = False
     """Go on although less than half of the student's weights could be taken from the teacher."""
 
@@ -82,6 +86,10 @@ class DistillConfig(TransformerTrainingConfig):
     cache_teacher: bool = False
     """Ask the teacher once about the data set and keep what it says on disk, so that training needs no teacher in memory.
     Trajectories are always kept."""
+
+    refresh_every: int = 0
+    """Steps after which trajectories, or the answers of --cache-teacher, are replaced by others from new noise; 0 never does.
+    The teacher is loaded again for that, beside the student, and asked as much as at the start."""
 
     teacher_draws: int = 4
     """With --cache-teacher: noise and sigmas that are drawn for each sample of the data set."""
@@ -142,6 +150,11 @@ class DistillConfig(TransformerTrainingConfig):
                 "What is kept of the teacher is one velocity, with guidance or without.",
                 fix="Add --output-weight 0 to learn the guided one.",
             )
+        if self.cache_teacher and not (self.output_weight or self.guidance_weight or self.feature_weight):
+            raise UsageError(
+                "--cache-teacher keeps what the teacher says, and no objective learns from it.",
+                fix="Leave it away, or give --output-weight 1.",
+            )
         if self.feature_weight and self.is_stored:
             raise UsageError(
                 "--feature-weight needs the teacher in memory.",
@@ -150,20 +163,8 @@ class DistillConfig(TransformerTrainingConfig):
             )
         if self.feature_weight and self.cuda_graphs:
             raise UsageError("--feature-weight does not go with --cuda-graphs.", fix="Leave one of them away.")
-        if (self.teacher_on_cpu and self.strategy != "cpu") or (self.balanced_teacher and self.strategy != "balanced"):
-            raise UsageError("Two strategies were given for the teacher.", fix="Choose one.")
-        if self.strategy == "custom" and self.teacher_device_map is None:
-            raise UsageError("'custom' needs a map.", fix="Give --teacher-device-map with a JSON or TOML file.")
-        if self.teacher_context_parallel > 1 and self.strategy in ("gpu0", "balanced", "sequential", "custom"):
-            raise UsageError(
-                f"--teacher-context-parallel does not go with --teacher-device-strategy {self.strategy}.",
-                why="each rank computes with a teacher on its own card.",
-                fix="Take gpu, sharded, offload or disk, or leave one of them away.",
-            )
-        if self.teacher_dtype == "float8" and self.strategy != "offload":
-            raise UsageError(
-                "float8 is how offloaded weights are stored.", fix="Add --teacher-device-strategy offload, or take bfloat16."
-            )
+        self._check_strategy()
+        self._check_layer_choice()
         check_least(
             ("--num-prompts", self.num_prompts, 1),
             ("--output-weight", self.output_weight, 0),
@@ -177,8 +178,44 @@ class DistillConfig(TransformerTrainingConfig):
             ("--expert-steps", self.expert_steps, 1),
             ("--teacher-context-parallel", self.teacher_context_parallel, 1),
             ("--teacher-draws", self.teacher_draws, 1),
+            ("--refresh-every", self.refresh_every, 0),
         )
         parse_resident(self.teacher_resident, "--teacher-resident")
+
+    def _check_strategy(self) -> None:
+        name = self.strategy
+        if (self.teacher_on_cpu and name != "cpu") or (self.balanced_teacher and name != "balanced"):
+            raise UsageError("Two strategies were given for the teacher.", fix="Choose one.")
+        if name == "custom" and self.teacher_device_map is None:
+            raise UsageError("'custom' needs a map.", fix="Give --teacher-device-map with a JSON or TOML file.")
+        if name != "custom" and self.teacher_device_map is not None:
+            raise UsageError(
+                f"--teacher-device-map is not used by --teacher-device-strategy {name}.",
+                fix="Add --teacher-device-strategy custom, or leave the map away.",
+            )
+        if name != "offload" and self.teacher_resident != "auto":
+            raise UsageError(
+                f"--teacher-resident is not used by --teacher-device-strategy {name}.",
+                fix="Add --teacher-device-strategy offload, or leave it away.",
+            )
+        if self.teacher_context_parallel > 1 and name in ("gpu0", "balanced", "sequential", "custom"):
+            raise UsageError(
+                f"--teacher-context-parallel does not go with --teacher-device-strategy {name}.",
+                why="each rank computes with a teacher on its own card.",
+                fix="Take gpu, sharded, offload or disk, or leave one of them away.",
+            )
+        if self.teacher_dtype == "float8" and name != "offload":
+            raise UsageError(
+                "float8 is how offloaded weights are stored.", fix="Add --teacher-device-strategy offload, or take bfloat16."
+            )
+
+    def _check_layer_choice(self) -> None:
+        if self.layer_choice == "spread":
+            return
+        if self.student_init == "random":
+            raise UsageError("--layer-choice is for a student of the teacher's layers.", fix="Use --student-init teacher.")
+        if not self.output_weight and not self.guidance_weight and not self.feature_weight:
+            raise UsageError("--layer-choice importance asks the teacher, which this run does not have.", fix="Take spread.")
 
     def _check_source(self) -> None:
         source = self.noisy_source
@@ -188,8 +225,20 @@ class DistillConfig(TransformerTrainingConfig):
             raise UsageError(f"--noisy-latents {source} needs prompts.", fix="Give --data-path.")
         if self.data_weight and source != "dataset":
             raise UsageError("--data-weight needs a data set.", fix="Give --dataset-path.")
+        if self.data_path is not None and len(self.frames) > 1:
+            raise UsageError(
+                f"--frames {' '.join(map(str, self.frames))} were given for prompts.",
+                why="all prompts are drawn with one number of frames.",
+                fix=f"Give one, such as --frames {self.frames[-1]}.",
+            )
         if self.cache_teacher and source == "noise":
             raise UsageError("--cache-teacher is for a data set.", fix="Leave it away.")
+        if self.refresh_every and not self.is_stored:
+            raise UsageError(
+                "--refresh-every is for what is kept of the teacher.",
+                why="it is asked anew in every step anyway.",
+                fix="Leave it away, or add --cache-teacher.",
+            )
 
     @property
     def noisy_source(self) -> str:
@@ -202,6 +251,11 @@ class DistillConfig(TransformerTrainingConfig):
     def is_stored(self) -> bool:
         """Whether the teacher's answers are on disk before the first step."""
         return self.noisy_source == "trajectories" or self.cache_teacher
+
+    @property
+    def asks_while_training(self) -> bool:
+        """Whether the teacher has to have room beside the student, in every step or now and then."""
+        return not self.is_stored or self.refresh_every > 0
 
     @property
     def strategy(self) -> str:

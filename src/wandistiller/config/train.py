@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from wandistiller.config.placement import PlacementName, parse_resident
-from wandistiller.config.training import check_least, check_shares
+from wandistiller.config.training import check_idle, check_least, check_shares
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.errors import UsageError
 
@@ -68,7 +68,7 @@ class TrainConfig(TransformerTrainingConfig):
     --lora-rank also 'disk' (streamed from their files), 'cpu' (which computes) and 'auto' (the fastest that fits)."""
 
     resident: str = "0"
-    """With --placement offload and LoRA: blocks that stay on the card, or 'auto' for as many as the bus needs."""
+    """With --placement offload: blocks that stay on the card, or 'auto' for as many as the bus needs."""
 
     def check(self) -> None:
         super().check()
@@ -79,8 +79,6 @@ class TrainConfig(TransformerTrainingConfig):
             raise UsageError("--ckpt-path and --from-scratch were both given.", fix="Choose one start.")
         if self.rounding == "stochastic" and self.weights_dtype == "bfloat16" and self.optimizer_name != "adamw":
             raise UsageError("--rounding stochastic goes with adamw.", fix="Use --rounding masters.")
-        if self.vae_gradient_checkpointing and self.pixel_loss_weight == 0:
-            raise UsageError("--vae-gradient-checkpointing changes nothing without --pixel-loss-weight.", fix="Give both.")
         if self.lora_rank and self.from_scratch:
             raise UsageError("--lora-rank adapts trained weights, and --from-scratch has none.", fix="Choose one.")
         if self.cuda_graphs and (self.placement != "gpu" or self.activations_to_host):
@@ -103,7 +101,16 @@ class TrainConfig(TransformerTrainingConfig):
             raise UsageError("fp16 goes with weights in float32.", fix="Take --mixed-precision bf16, or no.")
         check_least(
             ("--lora-rank", self.lora_rank, 0),
+            ("--lora-alpha", self.lora_alpha, 1),
             ("--pixel-loss-weight", self.pixel_loss_weight, 0),
         )
         check_shares(("--caption-dropout", self.caption_dropout))
         parse_resident(self.resident, "--resident")
+        if not self.lora_rank:
+            check_idle(self, "--lora-rank", "lora_alpha", "lora_targets")
+        if self.weights_dtype == "float32":
+            check_idle(self, "--weights-dtype bfloat16", "rounding")
+        if self.placement != "offload":
+            check_idle(self, "--placement offload", "resident")
+        if not self.pixel_loss_weight:
+            check_idle(self, "--pixel-loss-weight 0.1 or the like", "vae_gradient_checkpointing")

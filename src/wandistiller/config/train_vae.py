@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from wandistiller.config.training import PrecisionName, TrainingConfig, check_least
+from wandistiller.config.training import PrecisionName, TrainingConfig, check_idle, check_least
 from wandistiller.errors import UsageError
 
 
@@ -141,8 +141,6 @@ class TrainVaeConfig(TrainingConfig):
                 why="weights are cut along their first dimension, which has to be the outermost in memory.",
                 fix="Leave one of them away.",
             )
-        if self.lpips_checkpointing and not self.use_lpips:
-            raise UsageError("--lpips-checkpointing changes nothing without --use-lpips.", fix="Give both.")
         check_least(
             ("--training-steps", self.training_steps, 1),
             ("--critic-learning-rate", self.critic_learning_rate, 0),
@@ -151,12 +149,18 @@ class TrainVaeConfig(TrainingConfig):
             ("--kl-free-bits", self.kl_free_bits, 0),
             ("--lambda-lpips", self.lambda_lpips, 0),
             ("--lambda-adv", self.lambda_adv, 0),
+            ("--gan-start", self.gan_start, 0),
             ("--r1-gamma", self.r1_gamma, 0),
             ("--r1-interval", self.r1_interval, 1),
             ("--critic-width", self.critic_width, 1),
             ("--high-frequency-weight", self.high_frequency_weight, 0),
             ("--statistics-samples", self.statistics_samples, 2),
         )
+        if not self.use_lpips:
+            check_idle(self, "--use-lpips", "lambda_lpips", "lpips_checkpointing")
+        if not self.gan_training:
+            critic = ("lambda_adv", "gan_start", "r1_gamma", "r1_interval", "critic_width", "critic_learning_rate")
+            check_idle(self, "--gan-training", *critic)
 
     @property
     def precision_name(self) -> PrecisionName:

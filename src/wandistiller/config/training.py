@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,14 @@ def check_least(*values: tuple[str, float | None, float]) -> None:
     for flag, value, least in values:
         if value is not None and (not math.isfinite(value) or value < least):
             raise UsageError(f"{flag} {value} is out of range.", fix=f"Give {least} or more.")
+
+
+def check_idle(config: CommandConfig, needs: str, *names: str) -> None:
+    """Raise ``UsageError`` for a field that is not as it is by default and changes nothing without the flags in ``needs``."""
+    for field in dataclasses.fields(config):
+        if field.name in names and getattr(config, field.name) != field.default:
+            flag = "--" + field.name.replace("_", "-")
+            raise UsageError(f"{flag} changes nothing without {needs}.", fix=f"Add {needs}, or leave {flag} away.")
 
 
 def check_shares(*values: tuple[str, float]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from wandistiller.config.command import DtypeName
-from wandistiller.config.training import TrainingConfig, check_least, check_shares
+from wandistiller.config.training import TrainingConfig, check_least
 from wandistiller.errors import UsageError
 
 
@@ -50,10 +50,10 @@ class TransformerTrainingConfig(TrainingConfig):
     """The same as --optimizer adamw8bit."""
 
     beta1: float = 0.9
-    """Memory of the gradient's average, from 0 to 1."""
+    """Memory of the gradient's average, from 0 to below 1."""
 
     beta2: float = 0.999
-    """Memory of the gradient's square, from 0 to 1; 0.95 forgets spikes sooner."""
+    """Memory of the gradient's square, from 0 to below 1; 0.95 forgets spikes sooner."""
 
     sigma_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
     """Which sigmas are trained how often, before the shift: logit_normal favours the middle."""
@@ -100,6 +100,8 @@ class TransformerTrainingConfig(TrainingConfig):
 
     def check(self) -> None:
         super().check()
+        if (self.width is None) != (self.height is None):
+            raise UsageError("--width and --height go together.", fix="Give both, or neither.")
         if self.gradient_checkpointing and self.activation_policy == "selective":
             raise UsageError("--gradient-checkpointing is another policy than selective.", fix="Leave one of them away.")
         if self.use_8bit_adam and self.optimizer == "adafactor":
@@ -119,7 +121,11 @@ class TransformerTrainingConfig(TrainingConfig):
             ("--sample-steps", self.sample_steps, 1),
             ("--cfg-scale", self.cfg_scale, 0),
         )
-        check_shares(("--beta1", self.beta1), ("--beta2", self.beta2))
+        for flag, value in (("--beta1", self.beta1), ("--beta2", self.beta2)):
+            if not 0 <= value < 1:
+                raise UsageError(f"{flag} {value} is out of range.", fix="Give a number from 0 to below 1, such as 0.9.")
+        if self.sigma_shift is not None and not 0 < self.sigma_shift <= 1000:
+            raise UsageError(f"--sigma-shift {self.sigma_shift} is not between 0 and 1000.", fix="3 to 12 are usual for Wan.")
 
     @property
     def optimizer_name(self) -> str:

@@ -7,6 +7,7 @@ many there are, and a position is all that has to be remembered to go on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,26 +30,41 @@ class BatchPlan:
         """``buckets`` has one entry a sample; those with equal entries may share a batch."""
         numbers: dict[Hashable, int] = {}
         self._buckets = np.array([numbers.setdefault(bucket, len(numbers)) for bucket in buckets], dtype=np.int64)
-        self._batch_size = batch_size
-        self._seed = seed
+        self.batch_size = batch_size
+        self.seed = seed
+        self.num_samples = len(self._buckets)
         counts = np.bincount(self._buckets) if len(self._buckets) else np.zeros(0, dtype=np.int64)
         self.batches_per_epoch = int(np.sum(-(-counts // batch_size)))
         self._epoch: tuple[int, list[tuple[int, ...]]] | None = None
 
     def __getitem__(self, position: int) -> MicroBatch:
         epoch, offset = divmod(position, self.batches_per_epoch)
+        return MicroBatch(position, epoch, self._batches(epoch)[offset])
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return the epoch of a position, and how many of its samples come before."""
+        epoch, offset = divmod(position, self.batches_per_epoch)
+        return epoch, sum(map(len, self._batches(epoch)[:offset]))
+
+    def position_at(self, epoch: int, samples_done: int) -> int:
+        """Return the last position in an epoch with at most so many samples before it."""
+        before = itertools.accumulate(map(len, self._batches(epoch)))
+        offset = sum(count <= samples_done for count in before)
+        return epoch * self.batches_per_epoch + offset
+
+    def _batches(self, epoch: int) -> list[tuple[int, ...]]:
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, list(self._arrange(epoch)))
-        return MicroBatch(position, epoch, self._epoch[1][offset])
+        return self._epoch[1]
 
     def _arrange(self, epoch: int) -> Iterator[tuple[int, ...]]:
         """Go through a new order and give out each bucket's batch when it is full; at the end, those that are not."""
-        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._buckets))
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self._buckets))
         waiting: dict[int, list[int]] = {}
         for index in order.tolist():
             queue = waiting.setdefault(int(self._buckets[index]), [])
             queue.append(index)
-            if len(queue) == self._batch_size:
+            if len(queue) == self.batch_size:
                 yield tuple(queue)
                 queue.clear()
         yield from (tuple(queue) for queue in waiting.values() if queue)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.errors import CheckpointError
+from wandistiller.models.stored import StoredModel
 from wandistiller.models.weight_files import Planned, SafetensorsWeights, Weights, write_safetensors
 
 ENCODE_FIRST = "Run wandistiller encode with the same --model, --dataset-path, size and --frames; it makes what is stale anew."
@@ -44,6 +46,11 @@ class CacheFile:
         weights = self._open()
         self._check(weights.metadata, requirements)
         return weights.read(self.key), weights.metadata
+
+    def origin(self, fields: Sequence[str]) -> str:
+        """Return what some fields of the metadata say, as one string."""
+        metadata = self.metadata()
+        return " ".join(metadata.get(field, "") for field in fields)
 
     def _open(self) -> SafetensorsWeights:
         if not self.path.is_file():
@@ -94,6 +101,14 @@ def fingerprint_weights(weights: Weights, names: Mapping[str, str]) -> str:
             for start in (0, ends // 2, ends):
                 digest.update(content[start : start + _SAMPLE_BYTES].numpy().tobytes())
     return digest.hexdigest()
+
+
+def fingerprint_model(stored: StoredModel) -> str:
+    """Return what tells a model apart from all others, whatever file and dialect it is in."""
+    factors = {f"{key}.scale": name for key, name in stored.scales.items()}
+    weights = fingerprint_weights(stored.weights, {**stored.names, **factors})
+    config = json.dumps(dict(stored.config), sort_keys=True, default=str)
+    return hashlib.sha256(f"{config} {weights}".encode()).hexdigest()
 
 
 def refuse_incomplete(folder: Path, total: int, what: str, problems: Sequence[str]) -> None:

@@ -94,6 +94,11 @@ class CachedSamples(SourceSamples):
         """Return a caption's embeddings (512, width), or fewer without their padding."""
         return self._remembered("text", index, lambda: self._read_text(self.name(index), self.caption(index)))
 
+    def fingerprint(self, index: int) -> str:
+        """Return another string for other media, another caption, or other encoders; only headers are read for it."""
+        name = self.name(index)
+        return f"{name} {self._latents.origin(name)} {self._texts.origin(name)}"
+
     def read(self, index: int, generator: torch.Generator) -> dict[str, Tensor]:
         latents = self.latents(index)
         # In float64 so that sigmas are the quantile function's own to rounding.

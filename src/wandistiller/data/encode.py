@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.data.buckets import Bucket, make_buckets
+from wandistiller.data.cache_files import fingerprint_model
 from wandistiller.data.claims import CLAIM_SECONDS, Claims, share
-from wandistiller.data.latent_cache import LatentCache, fingerprint_vae
+from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.sources import BadItem, Source, assign_buckets, is_world, open_source, refuse
 from wandistiller.data.text_cache import EMPTY_NAME, TextCache, entry, fingerprint_text_encoder
 from wandistiller.distributed.ranks import rank_device, read_ranks
@@ -124,31 +125,45 @@ def fill_caches(job: EncodeJob) -> Encoded:
 
 
 def default_cache_dir(dataset_path: str) -> Path:
-    """Return where caches are unless the user says otherwise: ``.cache`` in the data set's folder."""
+    """Return where caches are unless the user says otherwise: ``.cache`` in the data set's folder.
+
+    A list file has a folder of its own in there, because other lists may name the same media with other captions.
+    """
     place = Path(dataset_path).expanduser()
     if is_world(dataset_path):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "wandistiller" / "data" / re.sub(r"[^\w.-]", "-", dataset_path)
-    return (place if place.is_dir() else place.parent) / ".cache"
+    return place / ".cache" if place.is_dir() else place.parent / ".cache" / f".{place.name}"
 
 
 def plan_buckets(
-    vae_config: Mapping[str, Any], width: int | None, height: int | None, frames: Sequence[int], max_aspect: float
+    vae_config: Mapping[str, Any],
+    width: int | None,
+    height: int | None,
+    frames: Sequence[int],
+    max_aspect: float,
+    patch: int = PATCH,
 ) -> list[Bucket]:
-    """Return the buckets for a VAE; what is not given is what models with such a VAE are usually sampled at."""
+    """Return the buckets for a VAE; what is not given is what models with such a VAE are usually sampled at.
+
+    ``patch`` is what each side of the latents is a multiple of.
+    """
     usual = usual_size(vae_config)
     return make_buckets(
         width or usual.width,
         height or usual.height,
         frame_counts=frames or (usual.frames,),
-        multiple=vae_config["scale_factor_spatial"] * PATCH,
+        multiple=vae_config["scale_factor_spatial"] * patch,
         temporal=vae_config["scale_factor_temporal"],
         max_aspect=max_aspect,
     )
 
 
-def prepare_encoding(config: EncodeConfig) -> EncodeJob:
-    """Find and check every part without loading any."""
+def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path", patch: int = PATCH) -> EncodeJob:
+    """Find and check every part without loading any.
+
+    ``flag`` is what the user gave the data set with, ``patch`` what each side of the latents is a multiple of.
+    """
     config.check()
     assert config.model is not None and config.dataset_path is not None  # check() has made sure
     device = find_device(rank_device(config.device, read_ranks()))
@@ -158,9 +173,9 @@ def prepare_encoding(config: EncodeConfig) -> EncodeJob:
     pipeline = find_pipeline(config.model, parts)
     vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
     encoder = fingerprint_text_encoder(pipeline.part("text_encoder"), pipeline.part("tokenizer"))
-    buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect)
+    buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect, patch)
     folder = config.cache_dir or default_cache_dir(config.dataset_path)
-    opened = open_source(config.dataset_path, skip_bad=config.skip_bad)
+    opened = open_source(config.dataset_path, skip_bad=config.skip_bad, flag=flag)
     assigned = assign_buckets(opened.source, buckets)
     if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
         raise refuse(config.dataset_path, len(opened.source), assigned.bad)
@@ -177,7 +192,7 @@ def prepare_encoding(config: EncodeConfig) -> EncodeJob:
         buckets=assigned.buckets,
         bad=[*opened.bad, *assigned.bad],
         texts=TextCache(folder, encoder=encoder, dtype=None if config.dtype == "auto" else config.dtype),
-        latents=LatentCache(folder, vae=fingerprint_vae(vae), dtype=None if config.vae_dtype == "auto" else config.vae_dtype),
+        latents=LatentCache(folder, vae=fingerprint_model(vae), dtype=None if config.vae_dtype == "auto" else config.vae_dtype),
         claims=Claims(folder / ".claims"),
     )
 

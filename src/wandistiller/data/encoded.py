@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wandistiller.config.encode import EncodeConfig
 from wandistiller.data.buckets import Bucket
-from wandistiller.data.encode import fill_caches, prepare_encoding
+from wandistiller.data.encode import EncodeJob, fill_caches
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.sources import Source
 from wandistiller.data.text_cache import TextCache
@@ -26,9 +25,8 @@ class EncodedData:
     vae: StoredModel
 
 
-def encode_data(config: EncodeConfig) -> EncodedData:
+def encode_data(job: EncodeJob) -> EncodedData:
     """Fill the caches where they are not up to date, and give them out; what cannot be read is left out."""
-    job = prepare_encoding(config)
     skipped = {item.name for item in fill_caches(job).skipped}
     buckets = [None if job.source.name(index) in skipped else bucket for index, bucket in enumerate(job.buckets)]
     return EncodedData(job.source, buckets, job.texts, job.latents, job.vae)

@@ -7,8 +7,6 @@ that the cache remembers, the hash is not computed again.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,10 @@ import torch
 from torch import Tensor
 
 from wandistiller.data.buckets import Bucket
-from wandistiller.data.cache_files import CacheFile, Requirement, fingerprint_weights, refuse_incomplete
+from wandistiller.data.cache_files import CacheFile, Requirement, refuse_incomplete
 from wandistiller.data.sources import Source
 from wandistiller.errors import CheckpointError
 from wandistiller.models.latents import normalise
-from wandistiller.models.stored import StoredModel
 from wandistiller.models.weight_files import SafetensorsWeights
 
 
@@ -31,7 +28,7 @@ class LatentCache:
     def __init__(
         self, folder: Path, *, vae: str | None, dtype: str | None = None, vae_config: Mapping[str, Any] | None = None
     ) -> None:
-        """``vae`` is what ``fingerprint_vae`` gives; None for it or for ``dtype`` takes any.
+        """``vae`` is what ``fingerprint_model`` gives; None for it or for ``dtype`` takes any.
 
         ``vae_config`` is needed only to read latents that somebody else has written without normalising them.
         """
@@ -89,6 +86,10 @@ class LatentCache:
             fix="Remove the file, then encode again.",
         )
 
+    def origin(self, name: str) -> str:
+        """Return what tells latents apart from those of other media or another encoding, from the file's header alone."""
+        return self.file(name).origin(("media", "vae", "vae_dtype", "tiled", "bucket"))
+
     def write(
         self,
         name: str,
@@ -135,11 +136,3 @@ class LatentCache:
             ("vae_dtype", self._dtype, "was made in another precision"),
         )
         return [Requirement(field, value, otherwise) for field, value, otherwise in wanted if value is not None]
-
-
-def fingerprint_vae(stored: StoredModel) -> str:
-    """Return what tells a VAE apart from all others, whatever file and dialect it is in."""
-    factors = {f"{key}.scale": name for key, name in stored.scales.items()}
-    weights = fingerprint_weights(stored.weights, {**stored.names, **factors})
-    config = json.dumps(dict(stored.config), sort_keys=True, default=str)
-    return hashlib.sha256(f"{config} {weights}".encode()).hexdigest()

@@ -6,7 +6,7 @@ seeded by the run's seed, the epoch and the sample. It is the same on any number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,11 +51,16 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device; the copy does not stop the host."""
-        if device.type == "cuda":
-            moved = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in self.tensors.items()}
-        else:
-            moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        moved = {name: _moved(tensor, device) for name, tensor in self.tensors.items()}
         return Batch(moved, self.names, self.position, self.epoch)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "mps" and tensor.dtype == torch.float64:
+        return tensor  # Apple's GPUs have none; what is so exact is drawn from, not computed with
+    return tensor.to(device)
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
@@ -83,7 +88,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 def load_steps(
     reader: SampleReader, steps: StepPlan, *, start: int, rank: int, seed: int, workers: int
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch]]:
     """Yield a rank's micro-batches step by step, endlessly, from a position on; read ahead by ``workers`` processes."""
 
     def planned() -> Iterator[MicroBatch]:

@@ -22,7 +22,8 @@ class PixelSamples(SourceSamples):
 
     def pixels(self, index: int) -> Tensor:
         """Return a sample (3, frames, height, width) from -1 to 1."""
-        frames = torch.from_numpy(self.source.read(self.items[index], self.buckets[index]))
+        # A copy, because Pillow's arrays cannot be written to, and PyTorch warns of those.
+        frames = torch.tensor(self.source.read(self.items[index], self.buckets[index]))
         return 2.0 * (frames.permute(3, 0, 1, 2).float() / 255) - 1.0
 
     def read(self, index: int, generator: torch.Generator) -> dict[str, Tensor]:

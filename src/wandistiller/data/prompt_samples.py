@@ -48,6 +48,10 @@ class PromptSamples:
         """Return a prompt's embeddings."""
         return self._texts.read(index)
 
+    def fingerprint(self, index: int) -> str:
+        """Return another string for another prompt, or for another text encoder or precision of it."""
+        return f"{self._texts.folder.name} {self.caption(index)}"
+
     def latent_shape(self, index: int) -> tuple[int, int, int, int]:
         """Return the shape of what is drawn for a prompt."""
         return self._latent_shape
@@ -57,6 +61,7 @@ class PromptSamples:
         place = float(torch.rand(1, generator=generator, dtype=torch.float64))
         return {
             "noisy": torch.randn(self._latent_shape, generator=generator),
+            "place": torch.tensor(place, dtype=torch.float64),
             "sigma": torch.tensor(self._sigma.quantile(place), dtype=torch.float32),
             "text": self.text(index),
         }

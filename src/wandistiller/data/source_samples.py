@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.sources import Source
@@ -16,6 +16,12 @@ class SourceSamples:
         self.source = source
         self.items = [index for index, bucket in enumerate(buckets) if bucket is not None]
         self.buckets: Sequence[Bucket] = [bucket for bucket in buckets if bucket is not None]
+
+    def leave_out(self, numbers: Collection[int]) -> None:
+        """Go on without some samples; those after them get other numbers."""
+        kept = [number for number in range(len(self)) if number not in numbers]
+        self.items = [self.items[number] for number in kept]
+        self.buckets = [self.buckets[number] for number in kept]
 
     def __len__(self) -> int:
         return len(self.items)

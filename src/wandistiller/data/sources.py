@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 RESERVED_NAME = ".empty"
 """The name under which caches keep what belongs to the empty caption; no item may have it."""
+HELD_OUT_FOLDER = ".held_out"
+"""The folder in a cache that is for held-out data; no item of the training data may lie in one of this name."""
 
 _FILE_FIELDS = ("file", "media", "video", "image")
 _CAPTION_FIELDS = ("caption", "text")
@@ -91,11 +93,12 @@ class Assignment:
     bad: list[BadItem]
 
 
-def open_source(path: str | Path, *, skip_bad: bool = False, seed: int = 0) -> OpenedSource:
+def open_source(path: str | Path, *, skip_bad: bool = False, seed: int = 0, flag: str = "--dataset-path") -> OpenedSource:
     """Open a folder, a list file (file TAB caption), a JSONL file, or ``world:COUNT:FRAMESxHEIGHTxWIDTH``.
 
     ``world:1000:1+9x64x64`` has pictures and clips in turn.
-    What cannot be used is an error that names it; with ``skip_bad`` it is left out and returned. ``seed`` is the world's.
+    What cannot be used is an error that names it; with ``skip_bad`` it is left out and returned. ``seed`` is the world's,
+    ``flag`` what the user gave the path with.
     """
     world = _WORLD.fullmatch(str(path))
     if world:
@@ -122,7 +125,7 @@ def open_source(path: str | Path, *, skip_bad: bool = False, seed: int = 0) -> O
             raise UsageError(f"{path} lists nothing.", fix="Write one item a line: the file, a tab, the caption.")
     else:
         hint = " The world is written world:COUNT:FRAMESxHEIGHTxWIDTH." if str(path).startswith("world") else ""
-        raise UsageError(f"{path} does not exist.", fix=f"Check --dataset-path for a typing error.{hint}")
+        raise UsageError(f"{path} does not exist.", fix=f"Check {flag} for a typing error.{hint}")
     return _check_all(str(path), found, skip_bad)
 
 
@@ -404,7 +407,7 @@ def _look_at(found: Sequence[_Item | BadItem]) -> list[_Item | BadItem]:
 def _look_at_one(item: _Item | BadItem) -> _Item | BadItem:
     if isinstance(item, BadItem):
         return item
-    if item.name == RESERVED_NAME or item.name.endswith(".latent"):
+    if item.name == RESERVED_NAME or item.name.endswith(".latent") or item.name.startswith(f"{HELD_OUT_FOLDER}/"):
         return BadItem(str(item.path), "has a name that caches use for themselves")
     try:
         if not _read_caption(item):

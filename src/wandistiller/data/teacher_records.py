@@ -1,13 +1,16 @@
 """What a teacher said, on disk: noisy latents, their sigmas and its velocities, so that later epochs need no teacher.
 
 A folder of shards, one for each batch that the teacher was asked, and ``records.json``, which says what they are of and, once
-all are there, that they are complete. A shard that is there is not made again; records of something else are refused.
+all are there, that they are complete. A shard's name says what was asked: one that is there is not made again, and more
+questions only add shards. One that is missing or damaged is made again; records of something else are refused.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -28,7 +31,7 @@ from wandistiller.errors import OutOfRoomError, UsageError
 from wandistiller.files import complete_or_absent
 from wandistiller.flow.path import data_from_velocity, interpolate
 from wandistiller.models.weight_files import Planned, write_safetensors
-from wandistiller.terminal import progress
+from wandistiller.terminal import progress, say
 from wandistiller.units import Bytes
 
 _ABOUT = "records.json"
@@ -37,6 +40,7 @@ Way = Literal["shared", "in_step", "first"]
 _LITTLE_NOISE = 0.5
 DTYPE = torch.float16
 """Noisy latents and velocities are a few units large, and 11 bits of them are more than the student gets right."""
+_NUMBERS_BYTES = 20  # a record's sigma, item and draw
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,25 @@ class Records:
     target: Tensor
     item: Tensor
     """Numbers of the captions."""
+    draw: Tensor
+    """Which noise of its item it was: the number of the draw."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the teacher is asked together: some items, with one or several draws of noise for each."""
+
+    items: range
+    draws: range
+    origin: str
+    """Fingerprint of the items: another one if any of them is something else."""
+    num_records: int
+
+    @property
+    def file_name(self) -> str:
+        asked = f"{self.items} {self.draws} {self.origin}"
+        digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
+        return f"shard-{self.items.start:06d}-{self.draws.start:04d}-{digest}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -55,10 +78,9 @@ class RecordPlan:
     """What the records are of, and how many."""
 
     about: Mapping[str, Any]
-    """All that they depend on."""
+    """What all of them depend on."""
     latent_shape: tuple[int, int, int, int]
-    num_shards: int
-    records_per_shard: int
+    shards: Sequence[Shard]
 
     @property
     def name(self) -> str:
@@ -67,11 +89,12 @@ class RecordPlan:
 
     @property
     def count(self) -> int:
-        return self.num_shards * self.records_per_shard
+        return sum(shard.num_records for shard in self.shards)
 
-    @property
-    def num_bytes(self) -> Bytes:
-        return Bytes(self.count * (2 * DTYPE.itemsize * torch.Size(self.latent_shape).numel() + 12))
+    def num_bytes(self, shards: Sequence[Shard] | None = None) -> Bytes:
+        """Return what shards take on disk; None for all of them."""
+        count = sum(shard.num_records for shard in (self.shards if shards is None else shards))
+        return Bytes(count * (2 * DTYPE.itemsize * torch.Size(self.latent_shape).numel() + _NUMBERS_BYTES))
 
 
 class TeacherRecords:
@@ -80,24 +103,28 @@ class TeacherRecords:
     def __init__(self, folder: Path, plan: RecordPlan) -> None:
         self.folder = folder
         self.plan = plan
+        self._starts = list(itertools.accumulate((shard.num_records for shard in plan.shards), initial=0))
 
     def __len__(self) -> int:
-        return self.plan.count
+        return self._starts[-1]
 
-    def check(self) -> None:
+    @property
+    def missing(self) -> list[Shard]:
+        """Shards that are not there, or cannot be read."""
+        return [shard for shard in self.plan.shards if not self._is_there(shard)]
+
+    def check(self, missing: Sequence[Shard]) -> None:
         """Refuse a folder of other records, and a disk that is too small, before anything is computed."""
-        if (self.folder / _ABOUT).is_file():
-            found = json.loads((self.folder / _ABOUT).read_text(encoding="utf-8"))["about"]
-            wanted = json.loads(json.dumps(dict(self.plan.about)))
-            differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+        found = self._read_about().get("about")
+        if isinstance(found, dict):
+            differing = differences(found, self.plan.about)
             if differing:
                 raise UsageError(
                     f"{self.folder} holds what another teacher said, or to other questions.",
-                    why="; ".join(f"{key} was {found.get(key)} and is {wanted.get(key)}" for key in differing[:3]) + ".",
+                    why=f"{differing}.",
                     fix="Remove the folder, or give another one.",
                 )
-        missing = sum(not self._shard(number).is_file() for number in range(self.plan.num_shards))
-        needed = Bytes(int(self.plan.num_bytes) * missing // max(self.plan.num_shards, 1))
+        needed = self.plan.num_bytes(missing)
         place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         free = Bytes(shutil.disk_usage(place).free)
         if needed > free:
@@ -108,57 +135,96 @@ class TeacherRecords:
 
     @property
     def is_complete(self) -> bool:
-        path = self.folder / _ABOUT
-        return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8"))["complete"])
+        return self._is_marked and not self.missing
 
-    def fill(self, ask: Callable[[int], Records], ranks: Ranks, way: Way = "shared") -> None:
-        """Make the shards that are missing; ``ask`` gives one by its number."""
-        self.check()
-        if self.is_complete:
+    def fill(self, ask: Callable[[Shard], Records], ranks: Ranks, way: Way = "shared") -> None:
+        """Make the shards that are missing; ``ask`` gives what one of them holds."""
+        missing = self.missing
+        self.check(missing)
+        if not missing and self._is_marked:
             return
         if ranks.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write_about(complete=False)
-        missing = [number for number in range(self.plan.num_shards) if not self._shard(number).is_file()]
+            count = sum(shard.num_records for shard in missing)
+            say(f"{len(self)} answers of the teacher, {count} to ask for: {self.plan.num_bytes(missing)} in {self.folder}")
         ranks.wait()  # before the first one is made, so that all ranks miss the same
         turns = (ranks if way != "first" else Ranks()).turns(len(missing))
         mine = [(missing[place], counts) for place, counts in turns if counts or way == "in_step"]
         if way == "first" and not ranks.is_first:
             mine = []
-        with progress("Asking the teacher", len(mine) * self.plan.records_per_shard, "record") as advance:
-            for number, counts in mine:
-                found = ask(number)
+        with progress("Asking the teacher", sum(shard.num_records for shard, _ in mine), "record") as advance:
+            for shard, counts in mine:
+                found = ask(shard)
                 if counts:
-                    self._write(number, found)
-                advance(self.plan.records_per_shard)
-        ranks.wait()
+                    self._write(shard, found)
+                advance(shard.num_records)
+        ranks.wait_long()
+        _open.cache_clear()  # what was made again has the name of what was there
         if ranks.is_first:
             self._write_about(complete=True)
         ranks.wait()
 
+    def remove_earlier(self, ranks: Ranks) -> None:
+        """Remove the shards of earlier draws than these, once no rank reads them any more."""
+        ranks.wait()
+        _open.cache_clear()
+        first = min(shard.draws.start for shard in self.plan.shards)
+        for path in self.folder.glob("shard-*-*-*.safetensors") if ranks.is_first else ():
+            if int(path.name.split("-")[2]) < first:
+                path.unlink()
+
     def read(self, index: int) -> dict[str, Tensor]:
-        """Return ``noisy``, ``sigma``, ``target`` and ``item`` of one record, in float32."""
-        number, row = divmod(index, self.plan.records_per_shard)
-        shard = _open(str(self._shard(number)))
-        found = {name: shard.get_slice(name)[row] for name in ("noisy", "target", "sigma", "item")}
-        return {name: value if name == "item" else value.float() for name, value in found.items()}
+        """Return ``noisy``, ``sigma`` and ``target`` of one record in float32, its ``item`` and its ``draw``."""
+        number = bisect.bisect_right(self._starts, index) - 1
+        shard, row = _open(str(self._path(self.plan.shards[number]))), index - self._starts[number]
+        found = {name: shard.get_slice(name)[row] for name in ("noisy", "target", "sigma", "item", "draw")}
+        return {name: value if name in ("item", "draw") else value.float() for name, value in found.items()}
 
-    def _shard(self, number: int) -> Path:
-        return self.folder / f"shard-{number:06d}.safetensors"
+    def _path(self, shard: Shard) -> Path:
+        return self.folder / shard.file_name
 
-    def _write(self, number: int, records: Records) -> None:
+    def _is_there(self, shard: Shard) -> bool:
+        """Look at the header, which says how long the file has to be."""
+        try:
+            with safe_open(str(self._path(shard)), framework="pt") as file:
+                return bool(file.get_slice("noisy").get_shape()[0] == shard.num_records)
+        except (OSError, SafetensorError):
+            return False
+
+    def _write(self, shard: Shard, records: Records) -> None:
         values = {
             "noisy": records.noisy.to("cpu", DTYPE),
             "target": records.target.to("cpu", DTYPE),
             "sigma": records.sigma.float().cpu(),
             "item": records.item.long().cpu(),
+            "draw": records.draw.long().cpu(),
         }
-        write_safetensors(self._shard(number), [_planned(name, each) for name, each in values.items()], {})
+        write_safetensors(self._path(shard), [_planned(name, each) for name, each in values.items()], {})
+
+    def _read_about(self) -> dict[str, Any]:
+        """Return what the folder says of itself; nothing where that cannot be read, as it is written again then."""
+        try:
+            found = json.loads((self.folder / _ABOUT).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def _is_marked(self) -> bool:
+        return self._read_about().get("complete") is True
 
     def _write_about(self, *, complete: bool) -> None:
         text = json.dumps({"about": dict(self.plan.about), "count": len(self), "complete": complete}, indent=1)
         with complete_or_absent(self.folder / _ABOUT) as partial:
             partial.write_text(text, encoding="utf-8")
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Say what differs, for a message; nothing if all is the same. ``found`` comes from a JSON file."""
+    wanted = json.loads(json.dumps(dict(wanted)))
+    differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+    return "; ".join(f"{key} was {found.get(key)} and is {wanted.get(key)}" for key in differing[:3])
 
 
 def _planned(name: str, tensor: Tensor) -> Planned:
@@ -173,23 +239,33 @@ def _open(path: str) -> Any:
 class RecordSamples:
     """Records as training samples, each with the text of its caption."""
 
-    def __init__(self, records: TeacherRecords, bucket: Bucket, texts: Callable[[int], Tensor]) -> None:
-        self._records = records
+    def __init__(
+        self,
+        records: TeacherRecords,
+        bucket: Bucket,
+        texts: Callable[[int], Tensor],
+        made_of: Callable[[int, int], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """``made_of`` gives the latents and the noise of an item's draw, where they are wanted too."""
+        self.records = records
         self._texts = texts
+        self._made_of = made_of
         self.buckets: Sequence[Bucket] = [bucket] * len(records)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.buckets)
 
     def name(self, index: int) -> str:
         """Return what a message calls a sample."""
         return f"record {index}"
 
     def some_data(self, count: int) -> Iterator[Tensor]:
-        """Yield the data that the teacher points to from little noise, one sample at a time."""
+        """Yield the data that the teacher points to from little noise, or the least there is, one sample at a time."""
+        first = range(self.records.plan.shards[0].num_records)
+        least = min(float(self.records.read(index)["sigma"]) for index in first)
         for index in range(len(self)):
-            found = self._records.read(index)
-            if found["sigma"] < _LITTLE_NOISE:
+            found = self.records.read(index)
+            if found["sigma"] <= max(least, _LITTLE_NOISE):
                 yield data_from_velocity(found["noisy"][None], found["target"][None], float(found["sigma"]))
                 count -= 1
             if count == 0:
@@ -197,30 +273,31 @@ class RecordSamples:
 
     def read(self, index: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return a sample's tensors; nothing about it is random any more."""
-        found = self._records.read(index)
-        item = int(found.pop("item"))
-        return {**found, "text": self._texts(item)}
+        found = self.records.read(index)
+        item, draw = int(found.pop("item")), int(found.pop("draw"))
+        more = self._made_of(item, draw) if self._made_of is not None else {}
+        return {**found, **more, "text": self._texts(item)}
 
 
-def record_draws(
-    samples: CachedSamples,
-    items: Sequence[int],
-    num_draws: int,
-    seed: int,
-    ask: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Records:
+def read_draw(samples: CachedSamples, item: int, draw: int, seed: int) -> dict[str, Tensor]:
+    """Return a sample of a data set with the noise and the sigma of one of its draws."""
+    return samples.read(item, sample_generator(seed, draw, item))
+
+
+def record_draws(samples: CachedSamples, shard: Shard, seed: int, ask: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Records:
     """Draw noise and sigmas for samples of a data set, and keep what ``ask(noisy, sigma, text)`` says to each draw."""
     found = []
-    for draw in range(num_draws):
-        drawn = [samples.read(item, sample_generator(seed, draw, item)) for item in items]
+    for draw in shard.draws:
+        drawn = [read_draw(samples, item, draw, seed) for item in shard.items]
         batch = {name: pad_sequence([each[name] for each in drawn], batch_first=True) for name in ("latents", "noise", "text")}
         sigma = torch.stack([each["sigma"] for each in drawn])
         noisy = interpolate(batch["latents"], batch["noise"], sigma)
-        found.append(Records(noisy, sigma, ask(noisy, sigma, batch["text"]), torch.tensor(items)))
+        items = torch.tensor(shard.items)
+        found.append(Records(noisy, sigma, ask(noisy, sigma, batch["text"]), items, torch.full_like(items, draw)))
     return join_records(found)
 
 
 def join_records(records: Sequence[Records]) -> Records:
     """Return all of them as one."""
-    names = ("noisy", "sigma", "target", "item")
+    names = ("noisy", "sigma", "target", "item", "draw")
     return Records(*(torch.cat([getattr(each, name) for each in records]) for name in names))

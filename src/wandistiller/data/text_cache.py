@@ -61,6 +61,10 @@ class TextCache:
         stored, _ = file.read(self._requirements(caption))
         return pad_embeddings(stored, width, file.path, file.key)[0]
 
+    def origin(self, name: str) -> str:
+        """Return what tells embeddings apart from those of another caption or encoding, from the file's header alone."""
+        return self.file(name).origin(("caption", "encoder", "dtype"))
+
     def write(self, name: str, caption: str, embeddings: Tensor, *, encoder_path: str) -> None:
         """Write the embeddings (512, width) of one caption, in their dtype."""
         metadata = {

@@ -99,7 +99,9 @@ def read_device_map(path: Path) -> DeviceMap:
         text = path.read_text(encoding="utf-8")
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (OSError, ValueError) as error:
-        raise UsageError(f"The device map {path} cannot be read.", why=str(error), fix="Write JSON or TOML.") from error
+        raise UsageError(
+            f"The device map {path} cannot be read.", why=str(error), fix="Check the path; it is a JSON or TOML file."
+        ) from error
     if not isinstance(content, dict):
         raise UsageError(f"The device map {path} is not a table.", fix='Write {"module": "cpu", ...}.')
     return flatten_device_map(content)

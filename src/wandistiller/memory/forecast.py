@@ -76,9 +76,10 @@ class Forecast:
                 parts[item.kind] = parts.get(item.kind, 0) + (item.size if item.at_peak is None else item.at_peak)
         most = sorted(parts.items(), key=lambda part: -part[1])[:4]
         about = ", ".join(f"{kind} {Bytes(size)}" for kind, size in most)
-        time = f", {self.phase.seconds:.2g} s a step" if self.device.type == "cuda" else ""
         who = f" of each of {ranks_here()} ranks" if ranks_here() > 1 else ""
-        return f"Predicted: at most {self.total} on {self.device}{who} ({about}){time}"
+        if self.device.type != "cuda":  # where others' libraries take memory that nobody can foresee
+            return f"Predicted: about {self.total} on {self.device}{who} ({about})"
+        return f"Predicted: at most {self.total} on {self.device}{who} ({about}), {self.phase.seconds:.2g} s a step"
 
     def outcome(self, monitor: Monitor, seconds: float | None) -> str:
         """Say what was measured."""

@@ -21,8 +21,9 @@ from torch import Tensor
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.files import complete_or_absent
 
-WEIGHTS_NAME = "channel_adapter.safetensors"
-CONFIG_NAME = "channel_adapter.json"
+ADAPTER_NAME = "channel_adapter"
+WEIGHTS_NAME = f"{ADAPTER_NAME}.safetensors"
+CONFIG_NAME = f"{ADAPTER_NAME}.json"
 
 _TOLERANCE = 1e-4
 
@@ -160,7 +161,7 @@ def _moments(batches: Iterable[Tensor], channels: int | None) -> tuple[Tensor, T
     for latents in [batches] if isinstance(batches, Tensor) else batches:
         channels = channels or (latents.shape[1] if latents.ndim == 5 else None)
         _check_latents(latents, channels, "teacher")
-        rows = latents.movedim(1, -1).flatten(0, -2).double().cpu()
+        rows = latents.movedim(1, -1).flatten(0, -2).cpu().double()
         if not rows.isfinite().all():
             raise UsageError("Some of the latents are not finite.", fix="Encode them again, and check their pictures.")
         if not count:

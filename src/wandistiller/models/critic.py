@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
 _MOST_WIDENING = 8
+_NUM_LAYERS = 3
 _SLOPE = 0.2
 
 
@@ -32,14 +33,13 @@ class PatchCritic(nn.Module):
     or ranks would be another step.
     """
 
-    def __init__(self, *, base_width: int = 64, num_layers: int = 3, in_channels: int = 3) -> None:
+    def __init__(self, *, base_width: int = 64, num_layers: int = _NUM_LAYERS, in_channels: int = 3) -> None:
         """``num_layers`` halve the picture and double the width, from ``base_width`` to at most eight times that."""
         super().__init__()
         if num_layers < 1:
             raise ValueError(f"a critic needs a layer that halves the picture, but num_layers is {num_layers}")
         self.in_channels = in_channels
-        self.smallest_side = 3 * 2**num_layers
-        """Fewest rows and columns that leave a patch: each halving rounds down, and each layer after them takes one away."""
+        self.smallest_side = smallest_side(num_layers)
         widths = [in_channels] + [base_width * min(2**number, _MOST_WIDENING) for number in range(num_layers + 1)]
         layers = [
             CriticLayer(width, wider, stride=2 if number < num_layers else 1)
@@ -82,6 +82,11 @@ class PatchCritic(nn.Module):
                 f"the critic's patches need at least {self.smallest_side}x{self.smallest_side} pixels, but the picture has "
                 f"{height}x{width}; use larger pictures or crops, or a critic of fewer layers"
             )
+
+
+def smallest_side(num_layers: int = _NUM_LAYERS) -> int:
+    """Return the fewest rows and columns that leave a patch: each halving rounds down, each layer after them takes one away."""
+    return 3 * 2**num_layers
 
 
 class CriticLayer(nn.Module):

@@ -43,13 +43,14 @@ class Coverage:
         """List the groups of which at least some begins anew."""
         return [group for group in self.total if self.carried[group] < self.total[group]]
 
-    def __str__(self) -> str:
-        rows = [(group, self.carried[group], total) for group, total in self.total.items()]
-        rows.append(("all", sum(self.carried.values()), sum(self.total.values())))
-        return "\n".join(
-            f"{group:<10} {carried:>14,} of {total:>14,} parameters from the teacher ({_percent(carried, total)})"
-            for group, carried, total in rows
-        )
+    def new_parts(self) -> list[str]:
+        """Say of each such group how much of it begins anew."""
+        groups = self.new_groups()
+        return [f"{group} ({_percent(self.total[group] - self.carried[group], self.total[group])})" for group in groups]
+
+    def as_json(self) -> dict[str, dict[str, int]]:
+        """Return the table: of each group what comes from the teacher, and all."""
+        return {group: {"carried": self.carried[group], "total": total} for group, total in self.total.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,12 @@ def derive_student(
     teacher = complete_config(TRANSFORMER, teacher_config)
     plan = _with_chosen_layers(plan, teacher, layer_scores)
     _check_adapter(adapter, teacher, plan)
-    coverage = measure_coverage(teacher, plan, adapter)
-    if coverage.fraction < LOW_COVERAGE and not allow_low_coverage:
-        raise _too_little(coverage)
+    has_adapter = adapter is not None
+    coverage = measure_coverage(teacher, plan, has_adapter=has_adapter)
+    if not allow_low_coverage:
+        check_coverage(coverage)
     model = build_empty(TRANSFORMER, plan.config, dtype=dtype)
-    is_new = _newness(teacher, plan.config, adapter)
+    is_new = _newness(teacher, plan.config, has_adapter)
     sources = {key: _teacher_key(key, plan) for key, _ in model.named_parameters() if not is_new(key)}
     with torch.no_grad():
         indices = choose_indices(read, sources.values(), teacher, plan.config, choice)
@@ -111,14 +113,26 @@ def derive_student(
     return DerivedStudent(model=model, plan=plan, coverage=coverage, channels=indices.get("residual"))
 
 
-def measure_coverage(teacher_config: Mapping[str, Any], plan: StudentPlan, adapter: ChannelAdapter | None = None) -> Coverage:
+def measure_coverage(teacher_config: Mapping[str, Any], plan: StudentPlan, *, has_adapter: bool = False) -> Coverage:
     """Return how much of the student will come from the teacher, from the configurations alone."""
-    is_new = _newness(complete_config(TRANSFORMER, teacher_config), plan.config, adapter)
+    is_new = _newness(complete_config(TRANSFORMER, teacher_config), plan.config, has_adapter)
     carried, total = dict.fromkeys(_GROUPS, 0), dict.fromkeys(_GROUPS, 0)
     for key, parameter in build_empty(TRANSFORMER, plan.config).named_parameters():
         total[_group(key)] += parameter.numel()
         carried[_group(key)] += 0 if is_new(key) else parameter.numel()
     return Coverage(carried=carried, total=total)
+
+
+def check_coverage(coverage: Coverage) -> None:
+    """Raise ``UsageError`` if less than half of the student would come from its teacher."""
+    if coverage.fraction >= LOW_COVERAGE:
+        return
+    raise UsageError(
+        f"Only {100 * coverage.fraction:.1f} % of the student's parameters would come from its teacher.",
+        why=f"these begin anew: {', '.join(coverage.new_parts())}. Latent channels or patches other than the teacher's make "
+        "new ends; more heads, or larger ones, make new attention.",
+        fix="Choose a student that is cut out of its teacher, or train it nearly from scratch with --allow-low-coverage.",
+    )
 
 
 def _with_chosen_layers(plan: StudentPlan, teacher: Mapping[str, Any], scores: Sequence[float] | None) -> StudentPlan:
@@ -141,11 +155,11 @@ def _check_adapter(adapter: ChannelAdapter | None, teacher: Mapping[str, Any], p
         )
 
 
-def _newness(teacher: Mapping[str, Any], student: Mapping[str, Any], adapter: ChannelAdapter | None) -> Callable[[str], bool]:
+def _newness(teacher: Mapping[str, Any], student: Mapping[str, Any], has_adapter: bool) -> Callable[[str], bool]:
     """Return what says whether a tensor of the student cannot be taken from its teacher."""
     ends = ("in_channels", "out_channels")
     has_new_ends = list(student["patch_size"]) != list(teacher["patch_size"]) or (
-        adapter is None and any(student[name] != teacher[name] for name in ends)
+        not has_adapter and any(student[name] != teacher[name] for name in ends)
     )
     has_new_attention = (
         student["num_attention_heads"] > teacher["num_attention_heads"]
@@ -202,16 +216,3 @@ def _group(key: str) -> str:
 
 def _percent(carried: int, total: int) -> str:
     return f"{100 * carried / total:.1f} %" if total else "none"
-
-
-def _too_little(coverage: Coverage) -> UsageError:
-    new = ", ".join(
-        f"{group} ({_percent(coverage.total[group] - coverage.carried[group], coverage.total[group])})"
-        for group in coverage.new_groups()
-    )
-    return UsageError(
-        f"Only {100 * coverage.fraction:.1f} % of the student's parameters would come from its teacher.",
-        why=f"these begin anew: {new}. Latent channels or patches other than the teacher's make new ends; more heads, or "
-        "larger ones, make new attention.",
-        fix="Choose a student that is cut out of its teacher, or allow low coverage to train it nearly from scratch.",
-    )

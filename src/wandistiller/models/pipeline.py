@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from wandistiller.errors import CheckpointError, UsageError, nearest
 from wandistiller.models.box import box_pipeline_folder
+from wandistiller.models.channel_adapter import ADAPTER_NAME
 from wandistiller.models.sizes import SIZES
+from wandistiller.models.text_limit import TEXT_LIMIT_NAME
 from wandistiller.models.tiny import random_tiny_folder
 
 _PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline")
@@ -63,6 +65,8 @@ class Pipeline:
     source: str
     folder: Path
     parts: Mapping[str, Path]
+    flag: str = "--model"
+    """What the user named it with."""
     boundary: float | None = None
     """Sigma at which ``transformer_2`` takes over."""
     expand_timesteps: bool = False
@@ -71,10 +75,11 @@ class Pipeline:
     def part(self, name: str) -> Path:
         """Return where a part lies; raise ``CheckpointError`` if this pipeline has none."""
         if name not in self.parts:
+            instead = ", or give one with --vae-checkpoint" if name == "vae" else ""
             raise CheckpointError(
                 f"{self.source} has no {name.replace('_', ' ')}.",
                 why=f"its parts are {', '.join(sorted(self.parts)) or 'none'}.",
-                fix="Point --model to a complete pipeline, or give the missing part with its own flag.",
+                fix=f"Point {self.flag} to a complete pipeline{instead}.",
             )
         return self.parts[name]
 
@@ -117,8 +122,28 @@ class Pipeline:
         return int(values.get("scale_factor_spatial") or 8), int(values.get("scale_factor_temporal") or 4)
 
 
-def find_pipeline(source: str, parts: Collection[str] = ()) -> Pipeline:
-    """Locate a pipeline; ``parts`` are those that the job will read, and all that is fetched from a hub."""
+def find_pipeline(source: str, parts: Collection[str] = (), *, flag: str = "--model") -> Pipeline:
+    """Locate a pipeline; ``parts`` are those that the job will read, and all that is fetched from a hub.
+
+    ``flag`` is what messages call it.
+    """
+    return replace(_find_pipeline(source, parts, flag), flag=flag)
+
+
+def find_diffusers_pipeline(source: str, parts: Collection[str] = (), *, flag: str = "--model") -> Pipeline:
+    """Locate a pipeline in diffusers' form, which trainings read and write; others raise ``UsageError``."""
+    path = Path(source).expanduser()
+    if source not in _NAMED and path.exists() and not (path / "model_index.json").is_file():
+        raise UsageError(
+            f"{source} is not a diffusers pipeline.",
+            why="it is a single file." if path.is_file() else "it has no model_index.json.",
+            fix=f"Point {flag} to the model's diffusers folder or hub id, such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers; "
+            "wandistiller export writes other files in its form.",
+        )
+    return find_pipeline(source, parts, flag=flag)
+
+
+def _find_pipeline(source: str, parts: Collection[str], flag: str) -> Pipeline:
     if source in _NAMED:
         return _read_diffusers_folder(_NAMED[source](), source)
     folder = Path(source).expanduser()
@@ -134,7 +159,7 @@ def find_pipeline(source: str, parts: Collection[str] = ()) -> Pipeline:
             fix=f"Point to the folder with its weights, or to its hub id such as Wan-AI/{_hub_name(source)}.",
         )
     if _HUB_ID.fullmatch(source):
-        return _read_diffusers_folder(_download(source, parts), source)
+        return _read_diffusers_folder(_download(source, parts, flag), source)
     raise UsageError(
         f"There is no pipeline '{source}'{nearest(source, _NAMED)}",
         why="it is neither a folder here nor a hub id (owner/name).",
@@ -199,11 +224,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _download(repo: str, parts: Collection[str]) -> Path:
+def _download(repo: str, parts: Collection[str], flag: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["model_index.json", "scheduler/*.json"]
+    wanted = ["model_index.json", "scheduler/*.json", f"{ADAPTER_NAME}.*", TEXT_LIMIT_NAME]
     wanted += [pattern.format(part=part) for part in parts for pattern in _HUB_PATTERNS]
     try:
         return Path(snapshot_download(repo, allow_patterns=wanted))
@@ -211,7 +236,7 @@ def _download(repo: str, parts: Collection[str]) -> Path:
         raise UsageError(
             f"'{repo}' is neither a folder here nor could it be fetched from the hub.",
             why=str(error).strip().splitlines()[0],
-            fix="Check the name and the network, or download it elsewhere and point --model to the folder.",
+            fix=f"Check the name and the network, or download it elsewhere and point {flag} to the folder.",
         ) from error
 
 

@@ -62,6 +62,11 @@ class Architecture:
     is_original: Callable[[Iterable[str]], bool]
     is_diffusers: Callable[[Iterable[str]], bool]
 
+    @property
+    def class_names(self) -> tuple[str, str]:
+        """What a ``config.json`` calls it, in diffusers and in the original."""
+        return self.model_class.__name__, self.original_class_name
+
     def init_fields(self) -> set[str]:
         return set(inspect.signature(self.model_class.__init__).parameters) - {"self"}
 
@@ -147,13 +152,14 @@ class StoredModel:
 
 def inspect_checkpoint(path: Path, expected: Architecture | None = None) -> StoredModel:
     """Recognise and check a checkpoint without reading weights; ``expected`` says which kind it must be."""
+    kind = f"a Wan {expected.name}" if expected else "a Wan transformer or VAE"
+    _check_class_name(path, kind)
     weights = open_weights(path)
     for architecture in (expected,) if expected else (TRANSFORMER, VAE):
         found = _find_dialect(weights, architecture)
         if found is not None:
             prefix, dialect = found
             return _check(architecture, weights, prefix, dialect)
-    kind = f"a Wan {expected.name}" if expected else "a Wan transformer or VAE"
     raise CheckpointError(
         f"{path} is not {kind}.",
         why=f"it looks like {_describe(weights)}.",
@@ -350,6 +356,22 @@ def _config_in_metadata(weights: Weights) -> dict[str, Any]:
 
 def _config_beside(architecture: Architecture, path: Path) -> dict[str, Any] | None:
     """Return the ``config.json`` next to the weights if it describes this kind of model."""
+    config = _read_config(path)
+    return config if config is not None and config.get("_class_name") in architecture.class_names else None
+
+
+def _check_class_name(path: Path, kind: str) -> None:
+    """Raise ``CheckpointError`` for a folder that says it is a model of another family, whatever its weights look like."""
+    name = (_read_config(path) or {}).get("_class_name") if path.is_dir() else None
+    if name is not None and name not in (*TRANSFORMER.class_names, *VAE.class_names):
+        raise CheckpointError(
+            f"{path} is a {name}, not {kind}.",
+            why="its config.json says so.",
+            fix="Use a text-to-video or image-to-video checkpoint of Wan, with its own config.json.",
+        )
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         return None
@@ -357,8 +379,7 @@ def _config_beside(architecture: Architecture, path: Path) -> dict[str, Any] | N
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON.", why=str(error), fix="Copy or download it again.") from error
-    names = (architecture.model_class.__name__, architecture.original_class_name)
-    return config if isinstance(config, dict) and config.get("_class_name") in names else None
+    return config if isinstance(config, dict) else None
 
 
 def _describe(weights: Weights) -> str:

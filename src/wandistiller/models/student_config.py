@@ -206,10 +206,11 @@ def _find_width(values: Mapping[str, Any], config: dict[str, Any], teacher: Mapp
         unit = heads or size or teacher["attention_head_dim"]
         if width % unit:
             more = f", or another number of heads, such as {_near_divisor(width, heads)}" if heads else ""
+            near = max(heads * _SMALLEST_HEAD, _near_multiple(width, 2 * heads)) if heads else _near_multiple(width, unit)
             raise UsageError(
                 f"{path}: hidden_size = {width} does not divide into {f'{heads} heads' if heads else f'heads of {unit}'}.",
                 why="the width is the number of heads times the channels of each.",
-                fix=f"Choose a multiple, such as {_near_multiple(width, unit)}{more}.",
+                fix=f"Choose a multiple, such as {near}{more}.",
             )
         heads = heads or width // unit
         config["num_attention_heads"], config["attention_head_dim"] = heads, width // heads
@@ -329,7 +330,8 @@ def _near_multiple(value: int, step: int) -> int:
 
 def _near_divisor(value: int, wanted: int) -> int:
     """Return the number of heads closest to the wanted one that gives heads of an allowed size."""
-    fitting = [heads for heads in range(1, value + 1) if value % heads == 0 and (value // heads) % 2 == 0]
+    sizes = {heads: value // heads for heads in range(1, value + 1) if value % heads == 0}
+    fitting = [heads for heads, size in sizes.items() if size % 2 == 0 and size >= _SMALLEST_HEAD]
     return min(fitting or [1], key=lambda heads: abs(heads - wanted))
 
 

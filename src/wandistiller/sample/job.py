@@ -26,7 +26,8 @@ from wandistiller.models.shapes import Shapes, read_config
 from wandistiller.models.sizes import SIZES, Size, usual_size
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.text import read_embeddings
-from wandistiller.models.text_padding import can_fold_padding
+from wandistiller.models.text_limit import read_text_limit
+from wandistiller.models.text_padding import TEXT_TOKENS, can_fold_padding
 from wandistiller.sample.conditioning import ImageInputs, check_image, image_inputs
 from wandistiller.sample.geometry import Geometry, check_geometry
 from wandistiller.sample.sharing import check_prompts, check_ranks
@@ -60,6 +61,8 @@ class Job:
     """All of them."""
     adapter: ChannelAdapter | None = None
     """Between the transformer's latents and the VAE's, where they have other channels."""
+    max_text_tokens: int = TEXT_TOKENS
+    """How much of a prompt the transformer is given."""
 
     @property
     def num_samples(self) -> int:
@@ -198,6 +201,7 @@ def prepare(config: SampleConfig) -> Job:
         image=inputs,
         fps=config.fps or usual.fps,
         adapter=adapter,
+        max_text_tokens=read_text_limit(pipeline.folder) if pipeline is not None and not config.checkpoint else TEXT_TOKENS,
     )
     if config.cfg_scale_2 is not None and len(transformers) == 1:
         raise UsageError("--cfg-scale-2 is for models of two experts.", fix="Leave it away, or give --checkpoint-2.")

@@ -34,7 +34,7 @@ from wandistiller.models.devices import free_memory
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.text import encode_prompts, read_embeddings
-from wandistiller.models.text_padding import fold_padding, trim_padding
+from wandistiller.models.text_padding import cut_text, fold_padding, trim_padding
 from wandistiller.models.vae_tiles import decode_tiled
 from wandistiller.sample.conditioning import Conditioning, encode_first_frame, encode_image_tokens, to_pixels
 from wandistiller.sample.job import Job, describe, prepare
@@ -244,6 +244,7 @@ def denoise(
 
 
 def _fold(text: Tensor, job: Job) -> Tensor:
+    text = cut_text(text, job.max_text_tokens)
     return trim_padding(text) if job.folds_padding else text
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from wandistiller.distributed.ranks import read_ranks
+from wandistiller.terminal import say
 from wandistiller.train.ema import MovingAverage
 
 if TYPE_CHECKING:
@@ -19,6 +21,9 @@ class Callback:
 
     def started(self, loop: Loop) -> None:
         """Before the first step of this process."""
+
+    def stepping(self, loop: Loop) -> None:
+        """Before every step."""
 
     def stepped(self, loop: Loop) -> None:
         """After every step."""
@@ -61,7 +66,8 @@ class EverySoOften(Callback, ABC):
 
     def _do(self, loop: Loop) -> None:
         self._done_at = loop.step
-        self.act(loop)
+        with loop.clock.pause():
+            self.act(loop)
 
 
 class KeepAverage(Callback):
@@ -77,5 +83,10 @@ class KeepAverage(Callback):
         return dict(self.average.averages)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
+            self.average.restart()
+            if read_ranks().is_first:
+                say("The state is of a run without --use-ema: the moving average begins with the weights of the state")
+            return
         for name, average in self.average.averages.items():
             average.copy_(tensors[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,15 +10,20 @@ from typing import Any
 import torch
 
 from wandistiller.config.distill import DistillConfig
+from wandistiller.data.encode import plan_buckets
 from wandistiller.data.prompts import Prompts, open_prompts
+from wandistiller.data.sources import assign_buckets, open_source
 from wandistiller.distributed.context import check_clip_groups
 from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
-from wandistiller.models.pipeline import Pipeline, find_pipeline
-from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint
+from wandistiller.memory.device_map import check_device_map, read_device_map
+from wandistiller.models.derive_student import check_coverage, measure_coverage
+from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
+from wandistiller.models.sizes import usual_size
+from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, build_empty, inspect_checkpoint
 from wandistiller.models.student_config import StudentPlan, read_student_config
 from wandistiller.terminal import say
 from wandistiller.train.optimisation import MixedPrecision
@@ -41,6 +47,8 @@ class DistillJob:
     sigma: SigmaDistribution
     precision: MixedPrecision
     prompts: Prompts | None
+    patch: int
+    """What each side of the latents is a multiple of, for the patches of teacher and student."""
 
     @property
     def teacher_config(self) -> Any:
@@ -49,6 +57,11 @@ class DistillJob:
     @property
     def shift(self) -> float:
         return self.config.sigma_shift or self.pipeline.shift or 1.0
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the student's latents have other channels than the teacher's."""
+        return bool(self.plan.config["in_channels"] != self.teacher_config["in_channels"])
 
 
 def prepare_distillation(config: DistillConfig) -> DistillJob:
@@ -66,32 +79,31 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     _check_cards(config, device, read_ranks())
     check_clip_groups("--teacher-context-parallel", config.teacher_context_parallel, read_ranks())
     prompts = open_prompts(config.data_path) if config.data_path is not None else None
-    pipeline = find_pipeline(config.teacher_path, _PARTS)
-    if not (pipeline.folder / "model_index.json").is_file():
-        raise UsageError(f"{config.teacher_path} is not a diffusers pipeline.", fix="Convert it with wandistiller export.")
-    names = [name for name in ("transformer", "transformer_2") if name in pipeline.parts]
-    teachers = [inspect_checkpoint(pipeline.part(name), TRANSFORMER) for name in names]
-    check_text_to_video(teachers[0].config, "distilled")
+    pipeline = find_diffusers_pipeline(config.teacher_path, _PARTS, flag="--teacher-path")
+    teachers = _find_teachers(config, pipeline)
     vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
     factors = {"spatial_factor": vae.config["scale_factor_spatial"], "temporal_factor": vae.config["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, teachers[0].config, **factors)
-    _check_student(config, plan, teachers[0])
+    config = with_sizes(config, plan)
     shift = config.sigma_shift or pipeline.shift or 1.0
-    sigma = SigmaDistribution(shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift)
-    if config.noisy_source == "noise" and prompts is not None:
-        say("Learning on pure noise, a baseline: sampling asks elsewhere, so expect a good loss and poor pictures")
-    return DistillJob(
-        config=with_sizes(config, plan),
+    job = DistillJob(
+        config=config,
         device=device,
         parallel=parallel,
         pipeline=pipeline,
         teachers=teachers,
         vae=vae,
         plan=plan,
-        sigma=sigma,
+        sigma=SigmaDistribution(shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift),
         precision=choose_precision(config, device),
         prompts=prompts,
+        patch=math.lcm(*plan.config["patch_size"][1:], *teachers[0].config["patch_size"][1:]),
     )
+    _check_student(job)
+    _check_size(job)
+    if config.noisy_source == "noise" and prompts is not None:
+        say("Learning on pure noise, a baseline: sampling asks elsewhere, so expect a good loss and poor pictures")
+    return job
 
 
 def _check_cards(config: DistillConfig, device: torch.device, ranks: Ranks) -> None:
@@ -111,11 +123,76 @@ def _check_cards(config: DistillConfig, device: torch.device, ranks: Ranks) -> N
         )
 
 
-def _check_student(config: DistillConfig, plan: StudentPlan, teacher: StoredModel) -> None:
-    if config.feature_weight and plan.config["patch_size"] != teacher.config["patch_size"]:
+def _find_teachers(config: DistillConfig, pipeline: Pipeline) -> list[StoredModel]:
+    """Return the teacher's one or two transformers, of a pipeline that can also encode text."""
+    paths = [pipeline.part("transformer")]
+    if "transformer_2" in pipeline.parts:
+        paths.append(pipeline.part("transformer_2"))
+    for name in ("text_encoder", "tokenizer"):
+        pipeline.part(name)
+    teachers = [inspect_checkpoint(path, TRANSFORMER) for path in paths]
+    check_text_to_video(teachers[0].config, "distilled")
+    if config.teacher_device_map is not None:
+        for teacher in teachers:
+            check_device_map(read_device_map(config.teacher_device_map), build_empty(TRANSFORMER, teacher.config))
+    return teachers
+
+
+def _check_student(job: DistillJob) -> None:
+    config, plan = job.config, job.plan
+    if config.feature_weight and plan.config["patch_size"] != job.teacher_config["patch_size"]:
         raise UsageError("--feature-weight needs the same tokens in both.", fix="Give the student the teacher's patch size.")
     if config.feature_weight and config.student_init == "random":
         raise UsageError("--feature-weight needs matched blocks.", fix="Use --student-init teacher.")
+    if config.layer_choice != "spread" and plan.layers is not None:
+        raise UsageError(
+            f"{config.student_config} names its layers, and --layer-choice {config.layer_choice} was given.", fix="Choose one."
+        )
+    if config.student_init == "teacher" and not config.allow_low_coverage:
+        check_coverage(measure_coverage(job.teacher_config, plan, has_adapter=job.has_adapter))
+
+
+def _check_size(job: DistillJob) -> None:
+    """Raise ``UsageError`` for a size that does not divide into the patches of teacher and student."""
+    config, usual = job.config, usual_size(job.vae.config)
+    spatial, theirs, mine = (
+        job.vae.config["scale_factor_spatial"],
+        job.teacher_config["patch_size"],
+        job.plan.config["patch_size"],
+    )
+    multiple = spatial * job.patch
+    for flag, pixels in (("--width", config.width or usual.width), ("--height", config.height or usual.height)):
+        if pixels % multiple:
+            below, above = pixels // multiple * multiple, -(-pixels // multiple) * multiple
+            raise UsageError(
+                f"{flag} {pixels} does not divide into patches.",
+                why=f"those of the teacher are {_sides(theirs)} latents, those of the student {_sides(mine)}, and a latent is "
+                f"{spatial} pixels: it must be a multiple of {multiple}.",
+                fix=f"Take {flag} {above}{f' or {below}' if below else ''}, or another patch_size for the student.",
+            )
+    together, temporal = math.lcm(theirs[0], mine[0]), job.vae.config["scale_factor_temporal"]
+    for count in _frame_counts(job, reads_data=together > 1):
+        latent_frames = (count - 1) // temporal + 1
+        if latent_frames % together:
+            raise UsageError(
+                f"Samples of {count} frames have {latent_frames} in the latents, not a multiple of a patch's {together}.",
+                fix=f"Take --frames {(together - 1) * temporal + 1} and no pictures, or a patch_size that begins with 1.",
+            )
+
+
+def _frame_counts(job: DistillJob, *, reads_data: bool) -> list[int]:
+    """Return the frames of samples: those asked for, or if ``reads_data`` those that a data set has, pictures among them."""
+    config = job.config
+    frames = config.frames or (1 if job.prompts is not None else usual_size(job.vae.config).frames,)
+    buckets = plan_buckets(job.vae.config, config.width, config.height, frames, config.max_aspect, job.patch)
+    if not reads_data or config.dataset_path is None:
+        return sorted({bucket.frames for bucket in buckets})
+    assigned = assign_buckets(open_source(config.dataset_path, skip_bad=True).source, buckets)
+    return sorted({bucket.frames for bucket in assigned.buckets if bucket is not None})
+
+
+def _sides(patch: Sequence[int]) -> str:
+    return "x".join(map(str, patch[1:]))
 
 
 def with_sizes(config: DistillConfig, plan: StudentPlan) -> DistillConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,29 +37,30 @@ from wandistiller.memory.stage import Placing
 from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.works import Training
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
-from wandistiller.models.devices import DTYPES
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
 from wandistiller.train.across_ranks import AcrossRanks
+from wandistiller.train.asking import Asking, RefreshAnswers
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob, prepare_distillation
 from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.health import WatchHealth
 from wandistiller.train.held_out import MeasureHeldOut
+from wandistiller.train.layer_choice import score_layers
 from wandistiller.train.marks import MeasureMarks
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
-from wandistiller.train.prediction import asking_work, distill_work, planned_pixels
-from wandistiller.train.questions import Questions, ask_once, open_data, open_questions
+from wandistiller.train.prediction import asking_work, distill_phase, distill_work, planned_pixels
+from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies
-from wandistiller.train.runs import Run, exit_code
+from wandistiller.train.runs import Run, exit_code, saved_facts
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
-from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches
+from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches, teacher_dtype
 from wandistiller.train.transformer_data import encode_held_out
 from wandistiller.units import Bytes
 
@@ -80,6 +81,16 @@ class Distilled:
     exit_code: int = 0
 
 
+@dataclass(frozen=True)
+class _Lessons:
+    """What the student learns from."""
+
+    samples: Any
+    facts: Mapping[str, Any]
+    """What a run that goes on has to have the same."""
+    callbacks: Sequence[Callback] = ()
+
+
 def run_distill(config: DistillConfig) -> Distilled:
     """Do the whole job."""
     job = _settle(prepare_distillation(config))
@@ -93,26 +104,36 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     shapes = Shapes.of(job.vae.config, job.teacher_config)
     predicted_by = as_settled(config, job.parallel)
     monitor = Monitor([job.device], lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure))
-    questions = open_questions(job)
+    before = saved_facts(config, ranks)
+    saved = before.facts.get("data", {}) if before is not None else {}
+    questions = open_questions(job, saved)
     assert config.teacher_path is not None
-    held_out = encode_held_out(config, config.teacher_path, job.device)
+    held_out = encode_held_out(config, config.teacher_path, job.device, job.patch)
     with monitor.phase("loading", "teacher"):
         placing, note = _settle_teacher(job, questions)
         teacher = _make_teacher(job, questions, ranks, placing)
-    samples: Any = questions.samples
+    lessons = _Lessons(questions.samples, {"num_prompts": len(questions.samples)} if job.prompts is not None else {})
     if config.is_stored:
-        with monitor.phase("asking the teacher", "teacher"):
-            samples = ask_once(job, questions, teacher, ranks)
-        if teacher is not None:
-            teacher.release()
-    adapter = _make_adapter(job, questions, samples, ranks)
-    is_asked = teacher is not None and not config.is_stored
-    foresee = _foresee(job, samples, placing if is_asked else None)
+        assert teacher is not None  # the configuration has been checked for something to ask
+        asking = Asking(job, questions, teacher, ranks, monitor, before.step if before is not None else 0)
+        asking.check(saved.get("answers"))
+        samples = asking.ask()
+        lessons = _Lessons(samples, {**lessons.facts, "answers": asking.facts()}, [RefreshAnswers(asking, samples)])
+    scores = None
+    if config.layer_choice == "importance":
+        with monitor.phase("scoring layers", "teacher"):
+            scores = _score_layers(job, lessons.samples, teacher, ranks)
+    if config.is_stored and teacher is not None:
+        teacher.release()
+    adapter = _make_adapter(job, questions, lessons.samples, ranks, goes_on=before is not None)
+    is_asked = teacher is not None and config.asks_while_training
+    foresee = _foresee(job, lessons.samples, placing if is_asked else None)
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,
             job.teachers[0],
             adapter=adapter,
+            layer_scores=scores,
             init=config.student_init,
             allow_low_coverage=config.allow_low_coverage,
             seed=config.seed,
@@ -121,7 +142,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
             prepare=fold_padding if questions.folds_padding else None,
         )
     about = [note] if note else []
-    return _train(job, ranks, monitor, student, teacher, questions, samples, held_out, ends, adapter, foresee, about)
+    return _train(job, ranks, monitor, student, teacher, questions, lessons, held_out, ends, adapter, foresee, about)
 
 
 def _settle(job: DistillJob) -> DistillJob:
@@ -153,15 +174,11 @@ def _settle_teacher(job: DistillJob, questions: Questions) -> tuple[Placing, str
     if config.strategy != "auto" or not _objectives(config).needs_teacher:
         return placing, ""
     headroom = _beside_teacher(job, questions) if job.device.type == "cuda" else None
-    choice = Auto(headroom=headroom).choose(stored_subject(job.teachers[0], _teacher_dtype(job)), job.device)
+    choice = Auto(headroom=headroom).choose(
+        stored_subject(job.teachers[0], teacher_dtype(config.teacher_dtype, job.device)), job.device
+    )
     chosen = replace(placing, name=choice.name, resident=getattr(choice.placement, "resident", 0))
     return chosen, f"Teacher's placement {choice}"
-
-
-def _teacher_dtype(job: DistillJob) -> torch.dtype:
-    name = job.config.teacher_dtype
-    dtype = torch.bfloat16 if name == "float8" else DTYPES.get(name)
-    return dtype or (torch.bfloat16 if job.device.type == "cuda" else torch.float32)
 
 
 def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int] | None:
@@ -177,7 +194,7 @@ def _make_teacher(job: DistillJob, questions: Questions, ranks: Ranks, placing: 
     config = job.config
     if not _objectives(config).needs_teacher:
         return None
-    name, dtype = placing.name, _teacher_dtype(job)
+    name, dtype = placing.name, teacher_dtype(config.teacher_dtype, job.device)
     serves = name == "gpu0" and ranks.world_size > 1
     if name == "sharded":
         placement: Placement = AcrossRanks(_teacher_mesh(job, ranks))
@@ -219,7 +236,7 @@ def _beside_teacher(job: DistillJob, questions: Questions) -> Bytes:
     hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
     config = as_settled(job.config, job.parallel)
     pixels = largest_bucket(questions.samples.buckets).shape
-    if config.is_stored:
+    if not config.asks_while_training:
         return asking_work(config, shapes, hardware, pixels).phase(hardware).beside("teacher")
     return distill_work(config, shapes, job.plan.config, hardware, pixels).phase(hardware).beside("teacher")
 
@@ -244,6 +261,16 @@ def _objectives(config: DistillConfig) -> Objectives:
     )
 
 
+def _score_layers(job: DistillJob, samples: Any, teacher: Teaches | None, ranks: Ranks) -> Sequence[float]:
+    """Return the scores of the layers of the transformer that the student starts from: of two experts the first."""
+    config = job.config
+    assert teacher is not None
+    low = (job.pipeline.boundary or 0.0) if len(job.teachers) == 2 else 0.0
+    return score_layers(
+        config.output_dir, job.teachers[0], teacher, samples, ranks, device=job.device, low=low, seed=config.seed
+    )
+
+
 def _train(
     job: DistillJob,
     ranks: Ranks,
@@ -251,14 +278,14 @@ def _train(
     student: Student,
     teacher: Teaches | None,
     questions: Questions,
-    samples: Any,
+    lessons: _Lessons,
     held_out: EncodedData | None,
     ends: ExitStack,
     adapter: ChannelAdapter | None,
     foresee: Callable[[Hardware], Phase],
     notes: Sequence[str],
 ) -> Distilled:
-    config, role = job.config, Role("student", student.model, is_trained=True)
+    config, samples, role = job.config, lessons.samples, Role("student", student.model, is_trained=True)
     blocks = list(student.model.get_submodule("blocks").children())
     if config.torch_compile:
         for block in blocks:
@@ -283,7 +310,7 @@ def _train(
         max_text_tokens=job.plan.text_max_length,
     )
     average = run.make_average(role)
-    callbacks: list[Callback] = [WatchHealth()]
+    callbacks: list[Callback] = [*lessons.callbacks, WatchHealth()]
     validation = open_data(job, held_out, questions.folds_padding) if held_out is not None else None
     measure = None
     if validation is not None:
@@ -303,9 +330,13 @@ def _train(
     callbacks += looks
     options = run.optimiser_options(name=config.optimizer_name, betas=(config.beta1, config.beta2))
     optimisation = Optimisation(role.trained_parameters, options, job.precision, job.device, keeps_gradients=config.cuda_graphs)
+    if ranks.is_first:
+        student.save_facts(config.output_dir / "student.json", job.plan)
     about = [*_describe(job, run, student), *notes]
     optimisations = {role.name: optimisation}
-    stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
+    stopped = run.train(
+        method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee, data=lessons.facts
+    )
     output = None
     if stopped.signal is None:
         with monitor.phase("writing the result", "student"):
@@ -323,7 +354,7 @@ def _foresee(job: DistillJob, samples: Any, placing: Placing | None) -> Callable
         if placing is None:
             return replace(work, teacher=None).phase(hardware)
         is_found_here = config.strategy == "auto" or placing.is_spread
-        return (work.with_teacher(placing) if is_found_here else work).phase(hardware)
+        return distill_phase(config, work.with_teacher(placing) if is_found_here else work, hardware)
 
     return make
 
@@ -336,13 +367,17 @@ def _stretches(job: DistillJob) -> Stretches | None:
     return Stretches([replace(job.sigma, low=boundary), replace(job.sigma, high=boundary)], job.config.expert_steps)
 
 
-def _make_adapter(job: DistillJob, questions: Questions, samples: Any, ranks: Ranks) -> ChannelAdapter | None:
-    """Return the map to the student's channels, where they are others: made once, at the start of the run."""
+def _make_adapter(job: DistillJob, questions: Questions, samples: Any, ranks: Ranks, *, goes_on: bool) -> ChannelAdapter | None:
+    """Return the map to the student's channels, where they are others: made once, at the start of the run.
+
+    One that is there is taken by a run that goes on; else it is of something else that was tried in the same folder.
+    """
     channels = job.plan.config["in_channels"]
     if channels == job.teacher_config["in_channels"]:
         return None
     folder = job.config.output_dir / "channel_adapter"
-    if ranks.is_first and not (folder / CONFIG_NAME).is_file():
+    is_there = goes_on and (folder / CONFIG_NAME).is_file()
+    if ranks.is_first and not is_there:
         latents = list(_some_latents(questions, samples))
         if channels < job.teacher_config["in_channels"] and latents:
             adapter = fit_adapter(channels, latents)
@@ -377,7 +412,7 @@ def _describe(job: DistillJob, run: Run, student: Student) -> list[str]:
     count = sum(parameter.numel() for parameter in student.model.parameters())
     whole = job.teachers[0].num_parameters
     return [
-        *student.notes,
+        student.note,
         f"Distilling {whole / 1e6:.1f} M parameters into {count / 1e6:.1f} M ({count / whole:.0%}) for {run.num_steps} steps "
         f"of {run.samples_per_step} samples, {run.num_epochs:.1f} epochs",
     ]
@@ -389,10 +424,11 @@ def _write_result(
     target = job.config.output_dir / "model"
     with in_use(average):
         if ranks.is_first:
-            write_student_pipeline(target, job.pipeline, lambda path: write_model(path, student.model), adapter)
+            limit = job.plan.text_max_length
+            write_student_pipeline(target, job.pipeline, lambda path: write_model(path, student.model), adapter, limit)
         else:
             follow_model(student.model)
     if ranks.is_first:
         say(f"Wrote {target}")
-    ranks.wait()
+    ranks.wait_long()
     return target

@@ -27,6 +27,13 @@ class MovingAverage:
         self.averages = {name: state[name].detach().to(device, torch.float32, copy=True) for name in names}
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again from the weights as they are now."""
+        state = self._model.state_dict()
+        for name, average in self.averages.items():
+            local(average).copy_(local(state[name]))
+
+    @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after a step."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))

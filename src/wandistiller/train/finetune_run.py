@@ -16,12 +16,11 @@ from wandistiller.config.placement import parse_resident
 from wandistiller.config.train import TrainConfig
 from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.cached_samples import CachedSamples, Randomness
-from wandistiller.data.encoded import EncodedData
+from wandistiller.data.encoded import EncodedData, encode_data
 from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.pieces import gather_to_host, local
 from wandistiller.distributed.ranks import Ranks, joined, read_ranks
 from wandistiller.distributed.sharding import Sharding
-from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.estimates import Phase
@@ -37,7 +36,7 @@ from wandistiller.memory.works import Training
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
-from wandistiller.models.pipeline import Pipeline, find_pipeline
+from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint, stays_in_float32
 from wandistiller.models.text_padding import fold_padding
@@ -51,13 +50,14 @@ from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises, travels_in
+from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
 from wandistiller.train.studio import Studio
-from wandistiller.train.transformer_data import encode_held_out, encode_training_data, folds_padding, open_samples
+from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data, prepare_held_out
 from wandistiller.units import Bytes
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
@@ -117,8 +117,11 @@ def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     config = job.config
     assert config.model is not None and config.dataset_path is not None
     monitor = Monitor([job.device], lambda failure: find_remedies(as_settled(config, job.parallel), _shapes(job), failure))
-    data = encode_training_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
-    held_out = encode_held_out(config, config.model, job.device)
+    # Both are looked at before either is encoded.
+    training = prepare_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
+    validation = prepare_held_out(config, config.model, job.device)
+    data = encode_data(training)
+    held_out = None if validation is None else encode_data(validation)
     with monitor.phase("loading", "student"):
         student = _make_student(job, ranks, ends, data)
     return _train(job, ranks, monitor, student, data, held_out, ends)
@@ -129,10 +132,9 @@ def _prepare(config: TrainConfig) -> _Job:
     assert config.model is not None
     device = prepare_device(config)
     parallel = prepare_parallel(config)
+    check_optimiser(config.optimizer_name)
     check_ranks(config, read_ranks().world_size)
-    pipeline = find_pipeline(config.model, _PARTS)
-    if not (pipeline.folder / "model_index.json").is_file():
-        raise UsageError(f"{config.model} is not a diffusers pipeline.", fix="Convert it first with wandistiller export.")
+    pipeline = find_diffusers_pipeline(config.model, _PARTS)
     part, low, high = _expert(config, pipeline)
     transformer = inspect_checkpoint(config.ckpt_path or pipeline.part(part), TRANSFORMER)
     check_text_to_video(transformer.config, "trained")
@@ -346,5 +348,5 @@ def _write_result(job: _Job, ranks: Ranks, student: Role, average: MovingAverage
             follow_model(student.model)
     if ranks.is_first:
         say(f"Wrote {target}")
-    ranks.wait()
+    ranks.wait_long()
     return target

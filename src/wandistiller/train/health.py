@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wandistiller.terminal import say
@@ -11,21 +12,42 @@ from wandistiller.train.callbacks import Callback
 if TYPE_CHECKING:
     from wandistiller.train.loop import Loop
 
-# What is said where a number leaves its range. Spread and motion are the student's over the teacher's.
+_PATIENCE = 3
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Where a number is healthy, and what is said of it otherwise."""
+
+    low: float
+    high: float
+    found: str
+    too_little: str
+    too_much: str
+
+    def problem(self, value: float) -> str | None:
+        """Say what a number means; None for one in the range."""
+        if self.low <= value <= self.high:
+            return None
+        return f"{self.found.format(value=value)}: {self.too_little if value < self.low else self.too_much}."
+
+
+# Spread and motion are the student's over the teacher's, saturation is the difference.
 _RANGES = {
-    "health/spread": (
-        0.5,
-        2.0,
-        "its pictures have {value:.0%} of the spread of the teacher's: it paints averages, or noise.",
+    "health/spread": _Range(
+        0.5, 2.0, "its pictures have {value:.0%} of the spread of the teacher's", "it paints averages", "it paints noise"
     ),
-    "health/saturation": (
+    "health/saturation": _Range(
         -0.05,
         0.05,
-        "{value:+.0%} of its values are far out, compared with the teacher's: pictures will be burnt or flat.",
+        "of its values {value:+.0%} are far out, compared with the teacher's",
+        "pictures will be flat",
+        "pictures will be burnt",
     ),
-    "health/motion": (0.3, 3.0, "its clips have {value:.0%} of the motion of the teacher's."),
+    "health/motion": _Range(
+        0.3, 3.0, "its clips have {value:.0%} of the motion of the teacher's", "they nearly stand still", "they flicker"
+    ),
 }
-_PATIENCE = 3
 
 
 class WatchHealth(Callback):
@@ -39,12 +61,13 @@ class WatchHealth(Callback):
     def logged(self, loop: Loop, values: Mapping[str, float]) -> None:
         if loop.step < self._warmup_steps:
             return
-        for name, (low, high, words) in _RANGES.items():
+        for name, healthy in _RANGES.items():
             if name not in values:
                 continue
-            self._bad[name] = self._bad.get(name, 0) + 1 if not low <= values[name] <= high else 0
+            problem = healthy.problem(values[name])
+            self._bad[name] = self._bad.get(name, 0) + 1 if problem is not None else 0
             if self._bad[name] == _PATIENCE:
-                warning = f"Warning: the student is collapsing: {words.format(value=values[name])}"
+                warning = f"Warning: the student is collapsing: {problem}"
                 self.warnings.append(warning)
                 if loop.ranks.is_first:
                     say(warning)

@@ -10,6 +10,7 @@ import torch
 from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.data.loader import sample_generator
 from wandistiller.flow.sigma import SigmaDistribution
+from wandistiller.terminal import say
 from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.metrics import WriteMetrics
@@ -64,6 +65,8 @@ class MeasureHeldOut(EverySoOften):
         named = {f"held_out/loss_at_{self._sigma.quantile(u):.2f}": value for u, value in zip(QUANTILES, means, strict=True)}
         self.losses = {"held_out/loss": sum(means) / len(means), **named}
         self._metrics.write(loop, self.losses)
+        if loop.ranks.is_first:
+            say(f"Step {loop.step}, held-out data: loss {self.losses['held_out/loss']:.4f}")
 
     def _errors(self, loop: Loop, index: int) -> torch.Tensor:
         """Return one sample's error at each quantile; the noise is the sample's own, the same every time."""
@@ -77,4 +80,4 @@ class MeasureHeldOut(EverySoOften):
             "text": self._samples.text(index).to(loop.device).expand(count, -1, -1),
         }
         with autocast(loop.options.precision, loop.device):
-            return self._method.held_out_errors(tensors).double().cpu()
+            return self._method.held_out_errors(tensors).cpu().double()

@@ -25,8 +25,10 @@ from wandistiller.memory.block_store import HostStore
 from wandistiller.memory.host_threads import PIECE, HostThreads, Work
 from wandistiller.memory.layout import Member
 from wandistiller.memory.streaming import BlockStream
-from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions
+from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, refuse_other_flags
 from wandistiller.train.schedules import rate_factor
+
+_FLAGS = "--optimizer adamw --placement offload"
 
 
 @dataclass
@@ -158,13 +160,14 @@ class HostOptimisation:
         for block in self._blocks:
             for kind, flat in block.state.items():
                 tensors |= {f"{kind}.{name}": block.piece(flat, index) for index, name in enumerate(block.names)}
-        return tensors, {"rest": facts, "number": self._number}
+        return tensors, {"flags": _FLAGS, "rest": facts, "number": self._number}
 
     def like(self, key: str) -> Tensor | None:
         return None
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Take up a state again."""
+        refuse_other_flags(facts, _FLAGS)
         prefix = "rest."
         rest = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         self._rest.load_state(rest, facts["rest"])

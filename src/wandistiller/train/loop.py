@@ -8,10 +8,9 @@ that gave it.
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -26,11 +25,14 @@ from wandistiller.data.loader import Batch, SampleReader, load_steps
 from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import TrainingError, shortened
-from wandistiller.train.callbacks import Callback
+from wandistiller.terminal import say
+from wandistiller.train.callbacks import Callback, KeepAverage
+from wandistiller.train.data_place import DataPlaces
 from wandistiller.train.method import Losses, Method, Turn
 from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
 from wandistiller.train.random_states import random_states, set_random_states
 from wandistiller.train.saves import Saves
+from wandistiller.train.step_clock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class LoopOptions:
     workers: int = 0
     seed: int = 0
     precision: MixedPrecision = "no"
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the samples are of, kept in every state for whoever goes on."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,14 @@ class Loop:
         """Steps done."""
         self.position = 0
         """Micro-batches of all ranks taken."""
+        self.clock = StepClock(device)
+        self.seconds_per_step = 0.0
+        """Over all steps that this process took, once it has."""
         self.batches: list[Batch] = []
         """Those of the last step, for callbacks."""
         self._reader = reader
         self._plan = plan
+        self._places = DataPlaces(plan.plan, reader)
         self._saves = Saves(states, ranks) if states is not None else None
         self._callbacks = list(callbacks)
         self._recent: list[_Number] = []
@@ -106,6 +114,7 @@ class Loop:
         self._counts: dict[str, int] = {}
         self._signal: int | None = None
         self._saved_step = -1
+        self._steps: Generator[list[Batch]] | None = None
 
     @property
     def epoch(self) -> float:
@@ -121,7 +130,44 @@ class Loop:
         """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
         with self._interrupts(), self._training_together(), self._saves or nullcontext():
             self._tell("started")
-            steps = load_steps(
+            self.clock = StepClock(self.device)
+            first, since, seconds = self.step, self.step, 0.0
+            while self.step < self.options.num_steps and not self._was_interrupted():
+                self._tell("stepping")
+                doing.note(f"in step {self.step + 1}, waiting for data")
+                self._take_step([batch.to(self.device) for batch in self._next_batches()])
+                if self.step % self.options.log_every == 0 or self.step == self.options.num_steps:
+                    values = self._read_metrics()
+                    now = self.clock.seconds
+                    values["seconds_per_step"] = (now - seconds) / (self.step - since)
+                    since, seconds = self.step, now
+                    self._tell("logged", values)
+                self._tell("stepped")
+                if self.options.save_every and self.step % self.options.save_every == 0:
+                    with self.clock.pause():
+                        self._save(goes_on=self.step < self.options.num_steps)
+            self._check_losses()
+            self.seconds_per_step = self.clock.seconds / max(self.step - first, 1)
+            if self._saved_step != self.step:
+                self._save(goes_on=False)
+            saved = self._finish_saving()
+            self.read_anew()
+            self._tell("ended")
+        return Stopped(self.step, self._signal, saved)
+
+    def _note_doing(self, what: str) -> None:
+        """Say what begins in this step; on a card the host may come to wait for other ranks in any of it."""
+        doing.note(f"in step {self.step + 1}, {what}", waits_for_ranks=True)
+
+    def read_anew(self) -> None:
+        """Forget what was read ahead: samples are others from here on."""
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None
+
+    def _next_batches(self) -> list[Batch]:
+        if self._steps is None:
+            self._steps = load_steps(
                 self._reader,
                 self._plan,
                 start=self.position,
@@ -129,29 +175,7 @@ class Loop:
                 seed=self.options.seed,
                 workers=self.options.workers,
             )
-            started, since = time.perf_counter(), self.step
-            while self.step < self.options.num_steps and not self._was_interrupted():
-                doing.note(f"in step {self.step + 1}, waiting for data")
-                self._take_step([batch.to(self.device) for batch in next(steps)])
-                if self.step % self.options.log_every == 0 or self.step == self.options.num_steps:
-                    values = self._read_metrics()
-                    now = time.perf_counter()
-                    values["seconds_per_step"] = (now - started) / (self.step - since)
-                    started, since = now, self.step
-                    self._tell("logged", values)
-                self._tell("stepped")
-                if self.options.save_every and self.step % self.options.save_every == 0:
-                    self._save(goes_on=self.step < self.options.num_steps)
-            self._check_losses()
-            if self._saved_step != self.step:
-                self._save(goes_on=False)
-            saved = self._finish_saving()
-            self._tell("ended")
-        return Stopped(self.step, self._signal, saved)
-
-    def _note_doing(self, what: str) -> None:
-        """Say what begins in this step; on a card the host may come to wait for other ranks in any of it."""
-        doing.note(f"in step {self.step + 1}, {what}", waits_for_ranks=True)
+        return next(self._steps)
 
     def _was_interrupted(self) -> bool:
         """Say whether a signal has reached some rank; all of them then end alike, whoever got it."""
@@ -179,6 +203,10 @@ class Loop:
         """Go on from a state."""
         self.step, self.position = state.step, state.facts["position"]
         self._saved_step = self.step
+        if "place" in state.facts:  # states of earlier versions have the position alone
+            found = self._places.find(state.facts["place"], self.position)
+            self.position = found.position
+            self._say(found.note)
         for name, role in self.method.roles.items():
             names, values = set(role.saved_names), state.part(f"roles/{name}")
             if names != values.keys():
@@ -193,6 +221,10 @@ class Loop:
             optimisation.load_state(state.part(f"optimisers/{name}"), state.facts["optimisers"][name])
         for callback in self._callbacks:
             callback.load(state.part(f"callbacks/{type(callback).__name__}"))
+        if state.part(f"callbacks/{KeepAverage.__name__}") and not any(
+            isinstance(each, KeepAverage) for each in self._callbacks
+        ):
+            self._say("The state has a moving average, which this run goes on without, as --use-ema was not given")
         generators = state.facts["generators"]
         # The random numbers last, because loading may draw some. With another number of ranks each takes one that is there.
         set_random_states(generators[self.ranks.rank % len(generators)], self.device)
@@ -209,7 +241,9 @@ class Loop:
 
     def _state(self, generators: list[Any]) -> TrainingState:
         tensors: dict[str, Tensor] = {}
-        facts: dict[str, Any] = {"position": self.position, "generators": generators, "optimisers": {}}
+        place = self._places.describe(self.position)
+        facts: dict[str, Any] = {"position": self.position, "place": place, "generators": generators, "optimisers": {}}
+        facts["data"] = dict(self.options.data)
         # Optimisers first: one that works on the host may still be updating weights.
         for name, optimisation in self.optimisations.items():
             own, facts["optimisers"][name] = optimisation.state()
@@ -248,6 +282,8 @@ class Loop:
                         acting.sharding.end_backward(is_last=is_last)
             self._note_doing(f"changing the weights of role '{turn.role}'")
             norm = optimisation.step(self.step).to(self.device)
+            if turn.finish is not None:
+                turn.finish()
             self._add(f"{turn.role}/gradient_norm", norm, 1)
             if self.options.precision != "fp16":  # in which a step whose gradients ran over is left out
                 names = tuple(name for batch in batches for name in batch.names)
@@ -331,6 +367,10 @@ class Loop:
                 why=self.method.roles[number.role].advice.why,
                 fix=self.method.roles[number.role].advice.fix,
             )
+
+    def _say(self, message: str) -> None:
+        if message and self.ranks.is_first:
+            say(message)
 
     def _tell(self, event: str, *arguments: Any) -> None:
         for callback in self._callbacks:

@@ -9,6 +9,7 @@ import torch
 
 from wandistiller.data.judge import KINDS, Marks, judge
 from wandistiller.data.media import to_bytes
+from wandistiller.terminal import say
 from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.drawing import Decode, Drawing, draw
 from wandistiller.train.ema import MovingAverage, in_use
@@ -62,3 +63,5 @@ class MeasureMarks(EverySoOften):
         each = {f"marks/{kind}": a / b for kind, a, b in zip(KINDS, right, total, strict=True) if b}
         self.shares = {"marks/overall": sum(right) / sum(total), **each}
         self._metrics.write(loop, self.shares)
+        if loop.ranks.is_first:
+            say(f"Step {loop.step}, held-out captions: marks {self.shares['marks/overall']:.1%}")

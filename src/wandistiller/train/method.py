@@ -102,6 +102,8 @@ class Turn:
 
     role: str
     losses: Callable[[Batch], Losses]
+    finish: Callable[[], None] | None = None
+    """What follows once the role's weights are new, in every turn of a step."""
 
 
 class Method(Protocol):

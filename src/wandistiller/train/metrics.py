@@ -85,9 +85,11 @@ class ShowProgress(Callback):
         self._bar: Any = None
         self._advance: Callable[..., None] = lambda *_: None
         self._start = time.monotonic()
+        self._first_step = 0
 
     def started(self, loop: Loop) -> None:
         self._start = time.monotonic()
+        self._first_step = loop.step
         if loop.ranks.is_first and console.is_terminal:
             self._bar = progress("Training", loop.options.num_steps, "step", lambda: f"{self._note()} {self._losses}")
             self._advance = self._bar.__enter__()
@@ -113,13 +115,16 @@ class ShowProgress(Callback):
         steps = max(loop.steps_per_epoch, 1)
         epoch, batch = (loop.step - 1) // steps, (loop.step - 1) % steps
         epochs = -(-loop.options.num_steps // steps)
+        passed = time.monotonic() - self._start
+        # With all that was done between steps, and will be again.
+        left = passed / max(loop.step - self._first_step, 1) * (loop.options.num_steps - loop.step)
         return " | ".join(
             [
-                f"[{_clock(time.monotonic() - self._start)}] Epoch {epoch + 1}/{epochs}",
+                f"[{_clock(passed)}] Epoch {epoch + 1}/{epochs}",
                 f"Batch {batch + 1}/{steps}",
                 f"{seconds:.1f}s/batch" if seconds >= 0.95 else f"{seconds * 1000:.0f}ms/batch",
                 self._note(),
-                f"ETA: {_clock(seconds * (loop.options.num_steps - loop.step))}",
+                f"ETA: {_clock(left)}",
             ]
         )
 

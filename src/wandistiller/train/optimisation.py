@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.distributed.pieces import by_kind, whole
+from wandistiller.errors import TrainingError
 from wandistiller.train.optimisers import StochasticAdamW, make_optimiser
 from wandistiller.train.schedules import rate_factor
 
@@ -42,6 +43,16 @@ def autocast(precision: MixedPrecision, device: torch.device, *, caches: bool = 
         return nullcontext()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     return torch.autocast(device.type, dtype=dtype, cache_enabled=caches)
+
+
+def refuse_other_flags(facts: Mapping[str, Any], flags: str) -> None:
+    """Raise ``TrainingError`` for the state of an optimiser of another kind; states of earlier versions do not say theirs."""
+    if facts.get("flags", flags) != flags:
+        raise TrainingError(
+            f"The state is of another training: it was made with {facts['flags']}, and this one has {flags}.",
+            why="the optimiser's state is of no use to another kind.",
+            fix="Resume with the flags that it was started with, or begin a new run from its result.",
+        )
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -94,6 +105,9 @@ class Optimisation:
         # float16 gradients below 6e-8 would vanish, so the loss is scaled up and gradients down again.
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         is_short = {name for name, parameter in self.parameters.items() if parameter.dtype.itemsize < 4}
+        self._flags = f"--optimizer {options.name}"
+        if is_short:
+            self._flags += f" --weights-dtype bfloat16 --rounding {options.rounding}"
         self._masters: dict[str, nn.Parameter] = {}
         if is_short and options.rounding == "masters":
             self._masters = {name: nn.Parameter(self.parameters[name].detach().float()) for name in is_short}
@@ -153,7 +167,7 @@ class Optimisation:
             for key, value in self.optimiser.state.get(parameter, {}).items():
                 target: dict[str, Any] = tensors if isinstance(value, Tensor) else values
                 target[f"state.{name}:{key}"] = value
-        return tensors, {"values": values, "scaler": self._scaler.state_dict()}
+        return tensors, {"flags": self._flags, "values": values, "scaler": self._scaler.state_dict()}
 
     def like(self, key: str) -> Tensor | None:
         kind, _, rest = key.partition(".")
@@ -165,6 +179,7 @@ class Optimisation:
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Take up a state again."""
+        refuse_other_flags(facts, self._flags)
         # Not through load_state_dict, which rounds moments to the dtype of their weights.
         stepped = self._stepped()
         is_fused = bool(self.optimiser.param_groups[0].get("fused"))
@@ -177,5 +192,5 @@ class Optimisation:
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(tensors[f"master.{name}"])
-        if self._scaler.is_enabled():
+        if self._scaler.is_enabled() and facts["scaler"]:  # empty after steps in another precision
             self._scaler.load_state_dict(dict(facts["scaler"]))

@@ -39,6 +39,11 @@ def make_optimiser(
     return OPTIMISERS[name](list(parameters), rate, weight_decay, betas)
 
 
+def check_optimiser(name: str) -> None:
+    """Raise what making an optimiser would raise, as where its package is missing; nothing is loaded."""
+    make_optimiser(name, [nn.Parameter(torch.zeros(1))], rate=0.0, weight_decay=0.0, betas=(0.9, 0.999))
+
+
 @register_optimiser("adamw")
 def _adamw(
     parameters: Sequence[nn.Parameter], rate: float, weight_decay: float, betas: tuple[float, float]

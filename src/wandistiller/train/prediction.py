@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -103,10 +104,11 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
     phases = [*encoding_phases(config, shapes, hardware)]
     if config.is_stored:
         phases.append(_asking_phase(config, asking_work(config, shapes, hardware, pixels), hardware))
-    training = work.phase(hardware, num_steps=config.num_steps or 1000)
+    num_steps = config.num_steps or 1000
+    training = distill_phase(config, work, hardware, num_steps=num_steps)
     if config.strategy == "auto" and work.teacher is not None:
         chosen = foreseen_placing(work.teacher, training, hardware)
-        training = work.with_teacher(chosen).phase(hardware, num_steps=config.num_steps or 1000)
+        training = distill_phase(config, work.with_teacher(chosen), hardware, num_steps=num_steps)
     disk = (*_caches(config, shapes), *_records(config, shapes), *_results(work, config))
     return Estimate(phases=(*phases, training), disk=disk, ranks=max(hardware.num_cards, 1))
 
@@ -122,19 +124,25 @@ def _asking_phase(config: DistillConfig, work: Passes, hardware: Hardware) -> Ph
 
 def asking_work(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels) -> Passes:
     """Return how the teacher is asked everything before training, on samples of a size."""
-    placing = _teacher_placing(config)
-    use = _teacher(config, shapes, hardware, pixels, config.rollout_batch)
-    is_guided = config.guidance_scale > 1 and (config.noisy_source == "trajectories" or config.guidance_weight > 0)
-    slices = _teacher_slices(config, hardware)
-    return Passes(use=use, placing=placing, passes=2 if is_guided else 1, slices=slices)
+    use = _teacher(config, shapes, hardware, pixels)
+    return Passes(
+        use=use, placing=_teacher_placing(config), passes=_teacher_passes(config), slices=_teacher_slices(config, hardware)
+    )
+
+
+def distill_phase(config: DistillConfig, work: Training, hardware: Hardware, *, num_steps: int = 1) -> Phase:
+    """Return what the training takes; a teacher that is asked now and then takes memory, and hardly any time."""
+    found = work.phase(hardware, num_steps=num_steps)
+    is_seldom_asked = config.is_stored and work.teacher is not None and math.isfinite(found.seconds)
+    return replace(found, seconds=replace(work, teacher=None).seconds(hardware)) if is_seldom_asked else found
 
 
 def distill_work(
     config: DistillConfig, shapes: Shapes, student: Mapping[str, Any], hardware: Hardware, pixels: Pixels
 ) -> Training:
-    """Return the training itself, on samples of a size, with the teacher asked in each step unless its answers are stored."""
+    """Return the training itself, on samples of a size, with the teacher if it is asked meanwhile."""
     latents = latent_shape(shapes.vae, pixels)
-    passes = 0 if config.is_stored else bool(config.output_weight or config.feature_weight) + 2 * bool(config.guidance_weight)
+    passes = _teacher_passes(config) if config.asks_while_training else 0
     use = Use(
         name="student",
         config=student,
@@ -157,7 +165,7 @@ def distill_work(
         drawing=_drawing(config, shapes, use),
         parallel=config.parallel,
         shard_size=config.shard_size,
-        teacher=_teacher(config, shapes, hardware, pixels, config.batch_size) if passes else None,
+        teacher=_teacher(config, shapes, hardware, pixels) if passes else None,
         teacher_placing=_teacher_placing(config),
         teacher_passes=passes,
         teacher_slices=_teacher_slices(config, hardware),
@@ -165,12 +173,20 @@ def distill_work(
     )
 
 
-def _teacher(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels, batch_size: int) -> Use:
+def _teacher_passes(config: DistillConfig) -> int:
+    """Return how often the teacher computes for one answer."""
+    if not config.is_stored:
+        return bool(config.output_weight or config.feature_weight) + 2 * bool(config.guidance_weight)
+    is_guided = config.guidance_scale > 1 and (config.noisy_source == "trajectories" or config.guidance_weight > 0)
+    return 2 if is_guided else 1
+
+
+def _teacher(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels) -> Use:
     return Use(
         name="teacher",
         config=shapes.transformers[0],
         latent_shape=latent_shape(shapes.vae, pixels),
-        batch_size=batch_size,
+        batch_size=config.rollout_batch if config.is_stored else config.batch_size,
         dtype=_teacher_dtype(config, hardware),
         is_streamed=_teacher_placing(config).is_streamed,
     )
@@ -262,4 +278,6 @@ def _records(config: DistillConfig, shapes: Shapes) -> list[Item]:
     each = config.rollouts_per_prompt * config.rollout_steps if is_rollout else config.teacher_draws
     count = config.num_prompts or _SAMPLES
     of = "prompts" if is_rollout else "samples"
-    return [Item("teacher", f"records for {count} {of}", "disk", Bytes(8 * count * each * latents))]
+    # In 16 bits. Where they are replaced: the first round, the last one, and the next while it is made.
+    rounds = 3 if config.refresh_every else 1
+    return [Item("teacher", f"records for {count} {of}", "disk", Bytes(rounds * 2 * 2 * count * each * latents))]

@@ -42,7 +42,7 @@ def find_distill_remedies(config: DistillConfig, shapes: Shapes, student: Mappin
         return []
     if failure.role == "teacher" and config.is_stored:
         return _compared(config, list(_asking_ways(config)), _asking_work(shapes))
-    ways = [*_teacher_ways(config), *_activation_ways(config)] if not config.is_stored else list(_activation_ways(config))
+    ways = [*_teacher_ways(config), *_activation_ways(config)] if config.asks_while_training else list(_activation_ways(config))
     return _compared(config, ways, _distill_work(shapes, student))
 
 

@@ -29,21 +29,24 @@ def roll_out(
     scale: float,
     learns_guided: bool,
     seed: int,
+    draw: int,
     device: torch.device,
 ) -> Records:
     """Draw pictures for captions and return one record for each of them and each step.
 
-    ``scale`` guides the way; the records' targets are guided only if the student is to learn that.
+    ``draw`` is the number of the noise that they come from. ``scale`` guides the way; the records' targets are guided only if
+    the student is to learn that.
     """
-    noise = torch.stack([torch.randn(latent_shape, generator=sample_generator(seed, 0, item)) for item in items])
+    noise = torch.stack([torch.randn(latent_shape, generator=sample_generator(seed, draw, item)) for item in items])
     numbers = torch.tensor(items)
+    draws = torch.full_like(numbers, draw)
     found: list[Records] = []
 
     def velocity(noisy: Tensor, sigma: float, timestep: float) -> Tensor:
         sigmas = torch.full((len(items),), sigma, device=device)
         guided = teacher.answer(noisy, sigmas, text, scale=scale).velocity
         target = guided if learns_guided or scale <= 1 else teacher.answer(noisy, sigmas, text).velocity
-        found.append(Records(noisy.cpu(), sigmas.cpu(), target.cpu(), numbers))
+        found.append(Records(noisy.cpu(), sigmas.cpu(), target.cpu(), numbers, draws))
         return guided
 
     chosen = SOLVERS[solver]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wandistiller.checkpoint.training_state import TrainingStates, load_state
+from wandistiller.checkpoint.training_state import TrainingState, TrainingStates, check_state, load_facts, load_state
 from wandistiller.config.toml_file import write_config
 from wandistiller.config.training import TrainingConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
@@ -41,6 +40,8 @@ def prepare_device(config: TrainingConfig) -> torch.device:
     """Find the device of this process and check that a run of this configuration can be; nothing is loaded."""
     check_can_write(config.output_dir / "x")
     ranks = read_ranks()
+    if ranks.world_size == ranks.ranks_here:  # several machines have to ask each other first whether this is a restart
+        find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep), num_restarts())
     if config.distributed and not is_rank():
         raise UsageError("--distributed was given, but torchrun did not start this.", fix="Start it with torchrun.")
     device = find_device(rank_device(config.device, ranks))
@@ -139,10 +140,12 @@ class Run:
         callbacks: Sequence[Callback] = (),
         about: Sequence[str] = (),
         foresee: Callable[[Hardware], Phase] | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> Stopped:
         """Take all steps from the start or the state to resume from; ``about`` is said on rank 0 before the first.
 
         ``foresee`` says what the training will take, which is told before the first step, and against what it took at the end.
+        ``data`` is what the samples are of, kept in every state.
         """
         config = self.config
         first: list[Callback] = [KeepAverage(average)] if average is not None else []
@@ -159,6 +162,7 @@ class Run:
                 workers=config.workers,
                 seed=config.seed,
                 precision=self.precision,
+                data=data or {},
             ),
             device=self.device,
             ranks=self.ranks,
@@ -171,7 +175,7 @@ class Run:
                 ShowProgress(self.monitor.line),
             ],
         )
-        resume_run(config.resume, loop, states, config.output_dir)
+        resume_run(config.resume, loop, states)
         if self.ranks.is_first:
             config.output_dir.mkdir(parents=True, exist_ok=True)
             write_config(config.output_dir / "run.toml", config, config.command)
@@ -181,40 +185,61 @@ class Run:
         if predicted is not None:
             say(predicted.line())
             predicted.save(config.output_dir)
-        since, started = loop.step, time.perf_counter()
+        since = loop.step
         with self.monitor.phase("training", next(iter(method.roles))):
             stopped = loop.run()
         if predicted is not None and loop.step > since:
-            seconds = (time.perf_counter() - started) / (loop.step - since)
-            say(predicted.outcome(self.monitor, seconds))
-            predicted.save(config.output_dir, self.monitor, seconds)
+            say(predicted.outcome(self.monitor, loop.seconds_per_step))
+            predicted.save(config.output_dir, self.monitor, loop.seconds_per_step)
         if self.ranks.is_first and self.device.type != "cpu":
             say("Memory by phase: " + "; ".join(self.monitor.summary()))
         return stopped
 
 
-def resume_run(resume: str | None, loop: Loop, states: TrainingStates, output_dir: Path) -> None:
-    """Load the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder."""
+def find_state(resume: str | None, states: TrainingStates, restarts: int = 0) -> Path | None:
+    """Return the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder.
+
+    ``restarts`` is how often torchrun has started the job again. Raises where there is no state of that name, or where a new
+    run would go on in the folder of an old one.
+    """
     newest = states.newest()
-    if loop.ranks.largest(num_restarts()):  # machines count differently
+    if restarts:
         resume = "auto"  # torchrun has started this again: what was asked for has been done already
     if resume is None:
         if newest is not None:
             raise UsageError(
-                f"{output_dir} holds a training already, up to {newest.name}.",
+                f"{states.folder.parent} holds a training already, up to {newest.name}.",
                 fix="Go on with it with --resume auto, or give another --output-dir.",
             )
-        return
-    path = newest if resume == "auto" else Path(resume)
-    if path is None:
-        say(f"There is no state in {states.folder} yet; starting from the beginning")
-        return
+        return None
+    if resume == "auto":
+        return newest
+    path = Path(resume)
+    check_state(path)
     if newest is not None and path.resolve() != newest.resolve() and path.resolve().parent == newest.resolve().parent:
         raise UsageError(
             f"{newest} is newer than {path}.",
             why="going on from the older one would leave two histories in one folder.",
             fix=f"Copy {path.name} and give another --output-dir, or move the newer ones away.",
         )
+    return path
+
+
+def saved_facts(config: TrainingConfig, ranks: Ranks) -> TrainingState | None:
+    """Return the state that a run will go on from, without its tensors; None for one that starts."""
+    states = TrainingStates(config.output_dir / "states", config.keep)
+    path = find_state(config.resume, states, ranks.largest(num_restarts()))
+    return load_facts(path) if path is not None else None
+
+
+def resume_run(resume: str | None, loop: Loop, states: TrainingStates) -> None:
+    """Load the state to go on from, where there is one."""
+    restarts = loop.ranks.largest(num_restarts())  # machines count differently
+    path = find_state(resume, states, restarts)
+    if path is None:
+        if resume is not None or restarts:
+            say(f"There is no state in {states.folder} yet; starting from the beginning")
+        return
     loop.load(load_state(path, loop.like))
     if loop.ranks.is_first:
         say(f"Going on from {path}, step {loop.step}")

@@ -54,7 +54,7 @@ class DrawSamples(EverySoOften):
                 write_picture(folder / f"{name}.png", frames, settings)
             else:
                 write_clip(folder / f"{name}.mp4", frames, self._fps, settings)
-        loop.ranks.wait()
+        loop.ranks.wait_long()
 
 
 def _slug(text: str) -> str:

@@ -16,6 +16,7 @@ from wandistiller.distributed.ranks import Ranks
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.path import NUM_TIMESTEPS
 from wandistiller.memory.experts import Experts
+from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import num_tokens
 
 
@@ -25,6 +26,12 @@ class Answer:
 
     velocity: Tensor
     features: list[Tensor] = field(default_factory=list)
+
+
+def teacher_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return what a teacher computes in; one whose blocks have 8 bits computes in 16."""
+    usual = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "float8" else DTYPES.get(name, usual)
 
 
 class Teaches(Protocol):

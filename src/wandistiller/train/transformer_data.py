@@ -11,41 +11,73 @@ import torch
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.cached_samples import CachedSamples, Randomness
+from wandistiller.data.encode import PATCH, EncodeJob, prepare_encoding
 from wandistiller.data.encoded import EncodedData, encode_data
+from wandistiller.data.sources import HELD_OUT_FOLDER
 from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.models.latents import latent_shape, num_tokens
 from wandistiller.models.text_padding import can_fold_padding
 from wandistiller.units import Bytes
 
 
+def prepare_data(
+    config: TransformerTrainingConfig,
+    model: str,
+    dataset: str,
+    cache_dir: Path | None,
+    device: torch.device,
+    flag: str = "--dataset-path",
+    patch: int = PATCH,
+) -> EncodeJob:
+    """Look at everything that a data set's caches need; nothing is loaded or written.
+
+    ``patch`` is what each side of the latents is a multiple of.
+    """
+    settings = EncodeConfig(
+        model=model,
+        dataset_path=dataset,
+        cache_dir=cache_dir,
+        vae_checkpoint=config.vae_checkpoint,
+        width=config.width,
+        height=config.height,
+        frames=config.frames,
+        max_aspect=config.max_aspect,
+        device=str(device),
+        dtype=config.dtype,
+        skip_bad=config.skip_bad,
+    )
+    return prepare_encoding(settings, flag, patch)
+
+
 def encode_training_data(
-    config: TransformerTrainingConfig, model: str, dataset: str, cache_dir: Path | None, device: torch.device
+    config: TransformerTrainingConfig,
+    model: str,
+    dataset: str,
+    cache_dir: Path | None,
+    device: torch.device,
+    patch: int = PATCH,
 ) -> EncodedData:
     """Fill the caches of a data set; the encoders are gone afterwards."""
-    return encode_data(
-        EncodeConfig(
-            model=model,
-            dataset_path=dataset,
-            cache_dir=cache_dir,
-            vae_checkpoint=config.vae_checkpoint,
-            width=config.width,
-            height=config.height,
-            frames=config.frames,
-            max_aspect=config.max_aspect,
-            device=str(device),
-            dtype=config.dtype,
-            skip_bad=config.skip_bad,
-        )
-    )
+    return encode_data(prepare_data(config, model, dataset, cache_dir, device, patch=patch))
 
 
-def encode_held_out(config: TransformerTrainingConfig, model: str, device: torch.device) -> EncodedData | None:
-    """Fill the caches of the held-out data, where there are any."""
+def prepare_held_out(
+    config: TransformerTrainingConfig, model: str, device: torch.device, patch: int = PATCH
+) -> EncodeJob | None:
+    """Look at the held-out data, where there are any; nothing is loaded or written."""
     if config.held_out is None:
         return None
-    # In a folder of its own, as names may be the same as those of the training data.
-    cache_dir = config.cache_dir / "held_out" if config.cache_dir else None
-    return encode_training_data(config, model, config.held_out, cache_dir, device)
+    # In a folder of its own, as names may be the same as those of the training data; hidden, as no name begins with a dot.
+    cache_dir = config.cache_dir / HELD_OUT_FOLDER if config.cache_dir else None
+    return prepare_data(config, model, config.held_out, cache_dir, device, "--held-out", patch)
+
+
+def encode_held_out(
+    config: TransformerTrainingConfig, model: str, device: torch.device, patch: int = PATCH
+) -> EncodedData | None:
+    """Fill the caches of the held-out data, where there are any."""
+    job = prepare_held_out(config, model, device, patch)
+    return None if job is None else encode_data(job)
 
 
 def folds_padding(transformer: Mapping[str, Any], data: EncodedData) -> bool:

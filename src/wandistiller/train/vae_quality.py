@@ -1,7 +1,8 @@
-"""How well a VAE reconstructs data that it is not trained on: PSNR, SSIM, LPIPS, and pictures side by side."""
+"""How well a VAE reconstructs data that it is not trained on: PSNR, SSIM, LPIPS, marks, and pictures side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -9,9 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wandistiller.data.judge import Marks, judge
 from wandistiller.data.media import to_bytes, write_picture
 from wandistiller.data.pixel_samples import PixelSamples
+from wandistiller.data.sources import WorldSource
 from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution
+from wandistiller.terminal import say
 from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.method import Role
@@ -24,10 +28,14 @@ if TYPE_CHECKING:
     from wandistiller.train.loop import Loop
 
 NUM_SHOWN = 8
+_NAMES = ("psnr", "psnr_pictures", "psnr_clips", "ssim", "lpips", "marks", "marks_original")
 
 
 class MeasureReconstructions(EverySoOften):
-    """Measures held-out reconstructions every so often and at the end; ranks share the samples."""
+    """Measures held-out reconstructions every so often and at the end; ranks share the samples.
+
+    Of a held-out world its judge also says what of each caption is there, in the reconstruction and in the original.
+    """
 
     def __init__(
         self,
@@ -49,29 +57,55 @@ class MeasureReconstructions(EverySoOften):
         self._average = average
         self._perceptual = perceptual
         self._count = min(limit, len(samples))
+        self._is_world = isinstance(samples.source, WorldSource)
         self.quality: dict[str, float] = {}
 
     @torch.no_grad()
     def act(self, loop: Loop) -> None:
-        names = ["psnr", "ssim", *(["lpips"] if self._perceptual is not None else [])]
-        sums = torch.zeros(len(names) + 1, dtype=torch.float64)
+        sums = torch.zeros(2, len(_NAMES), dtype=torch.float64)
         shown: list[tuple[Tensor, Tensor]] = []
         with in_use(self._average), self._role.whole():
             for index in range(loop.ranks.rank, self._count, loop.ranks.world_size):
                 wanted = self._samples.pixels(index)[None].to(loop.device)
                 found = reconstruct(cast(VaePass, self._role.model), wanted, loop)
-                values = [psnr(found, wanted), ssim(found, wanted)]
-                if self._perceptual is not None:
-                    values.append(self._perceptual(found, wanted))
-                sums += torch.tensor([*(float(value.mean()) for value in values), 1.0], dtype=torch.float64)
+                for name, (value, weight) in self._measure(index, found, wanted).items():
+                    sums[:, _NAMES.index(name)] += torch.tensor([value, weight], dtype=torch.float64)
                 if len(shown) < NUM_SHOWN:
                     shown.append((wanted[0].cpu(), found[0].cpu()))
-        loop.ranks.mean(sums)
-        self.quality = {f"held_out/{name}": float(value / sums[-1]) for name, value in zip(names, sums[:-1], strict=True)}
+        totals, weights = loop.ranks.mean(sums).tolist()
+        means = zip(_NAMES, totals, weights, strict=True)
+        self.quality = {f"held_out/{name}": total / weight for name, total, weight in means if weight}
         self._metrics.write(loop, self.quality)
         if loop.ranks.is_first:
+            say(f"Step {loop.step}, held-out data: {_in_words(self.quality)}")
             settings = {"step": loop.step, **self.quality}
             write_picture(self._folder / f"step-{loop.step:08d}.png", side_by_side(shown), settings)
+
+    def _measure(self, index: int, found: Tensor, wanted: Tensor) -> dict[str, tuple[float, float]]:
+        """Return what is measured of one sample, each with how much it counts."""
+        ratio = float(psnr(found, wanted).mean())
+        kind = "psnr_pictures" if wanted.shape[2] == 1 else "psnr_clips"
+        values = {"psnr": (ratio, 1.0), kind: (ratio, 1.0), "ssim": (float(ssim(found, wanted).mean()), 1.0)}
+        if self._perceptual is not None:
+            values["lpips"] = (float(self._perceptual(found, wanted).mean()), 1.0)
+        for name, pixels in (("marks", found), ("marks_original", wanted)) if self._is_world else ():
+            marks = Marks()
+            marks.add(judge(to_bytes(pixels[0]), self._samples.caption(index)))
+            values[name] = (marks.right.total(), marks.total.total())
+        return values
+
+
+def _in_words(quality: Mapping[str, float]) -> str:
+    """Return the numbers as people say them."""
+    value = {name.removeprefix("held_out/"): number for name, number in quality.items()}
+    parts = [f"PSNR {value['psnr']:.2f} dB", f"SSIM {value['ssim']:.4f}"]
+    if "psnr_pictures" in value and "psnr_clips" in value:
+        parts[0] += f" (pictures {value['psnr_pictures']:.2f}, clips {value['psnr_clips']:.2f})"
+    if "lpips" in value:
+        parts.append(f"LPIPS {value['lpips']:.4f}")
+    if "marks" in value:
+        parts.append(f"marks {value['marks']:.1%}, of the originals {value['marks_original']:.1%}")
+    return ", ".join(parts)
 
 
 def reconstruct(vae_pass: VaePass, pixels: Tensor, loop: Loop) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from diffusers import AutoencoderKLWan
 from wandistiller.checkpoint.trained import follow_model, write_model
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.buckets import Bucket, largest_bucket
-from wandistiller.data.encode import plan_buckets
+from wandistiller.data.damaged import find_damaged
+from wandistiller.data.encode import default_cache_dir, plan_buckets
 from wandistiller.data.pixel_samples import PixelSamples
 from wandistiller.data.sources import assign_buckets, open_source, refuse
 from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
+from wandistiller.errors import UsageError
 from wandistiller.files import complete_or_absent
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.estimates import Phase
@@ -27,9 +29,9 @@ from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
-from wandistiller.models.critic import PatchCritic
+from wandistiller.models.critic import PatchCritic, smallest_side
 from wandistiller.models.load import load_model
-from wandistiller.models.lpips import load_lpips, open_lpips
+from wandistiller.models.lpips import SMALLEST_SIDE, load_lpips, open_lpips
 from wandistiller.models.pipeline import find_part
 from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.vae_passes import VaePass, encode_distribution, lay_channels_last
@@ -38,7 +40,7 @@ from wandistiller.terminal import progress, say
 from wandistiller.train.ema import in_use
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.method import Advice, Role
-from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights
+from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights, reduced_shapes
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.vae_prediction import VaeStep
@@ -76,6 +78,7 @@ def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
     job = _prepare(config)
     monitor = Monitor([job.device], lambda failure: _find_remedies(job, failure))
     with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks:
+        _leave_out_damaged(job, ranks)
         return _train(job, ranks, monitor)
 
 
@@ -88,25 +91,69 @@ def _prepare(config: TrainVaeConfig) -> _Job:
     buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect)
     if config.use_lpips:
         open_lpips()
+    samples = _open(config, config.dataset_path, "--dataset-path", buckets, mirror=config.mirror)
+    _check_sizes(config, set(samples.buckets), vae.config["scale_factor_spatial"])
     return _Job(
         config=config,
         device=device,
         parallel=parallel,
         vae=vae,
         precision=choose_precision(config, device),
-        samples=_open(config, config.dataset_path, buckets, mirror=config.mirror),
-        held_out=_open(config, config.held_out, buckets) if config.held_out else None,
+        samples=samples,
+        held_out=_open(config, config.held_out, "--held-out", buckets) if config.held_out else None,
     )
 
 
-def _open(config: TrainVaeConfig, path: str, buckets: Sequence[Bucket], *, mirror: bool = False) -> PixelSamples:
-    opened = open_source(path, skip_bad=config.skip_bad)
+def _check_sizes(config: TrainVaeConfig, buckets: Collection[Bucket], multiple: int) -> None:
+    """Raise ``UsageError`` for sizes that nothing is trained at, or that a loss cannot look at."""
+    largest = max(min(bucket.height, bucket.width) for bucket in buckets)
+    for size in config.reduced_min_sizes:
+        if not multiple <= size < largest:
+            raise UsageError(
+                f"--reduced-min-sizes {size} is no smaller size to train at.",
+                why=f"the VAE shrinks pictures {multiple} times, and the shorter sides of the data are {largest} at most.",
+                fix=f"Give sizes from {multiple} to {largest - 1}, or larger --width and --height.",
+            )
+    shapes = [
+        shape
+        for height, width in {(bucket.height, bucket.width) for bucket in buckets}
+        for shape in [(height, width), *reduced_shapes(height, width, config.reduced_min_sizes, multiple)]
+    ]
+    height, width = min(shapes, key=min)
+    for flag, is_used, least in (
+        ("--gan-training", config.gan_training, smallest_side()),
+        ("--use-lpips", config.use_lpips, SMALLEST_SIDE),
+    ):
+        if is_used and min(height, width) < least:
+            raise UsageError(
+                f"{flag} needs pictures of at least {least}x{least} pixels, and some are {width}x{height}.",
+                why="the network that looks at them halves them several times.",
+                fix="Give larger --reduced-min-sizes, or larger --width and --height, or a smaller --max-aspect.",
+            )
+
+
+def _open(config: TrainVaeConfig, path: str, flag: str, buckets: Sequence[Bucket], *, mirror: bool = False) -> PixelSamples:
+    opened = open_source(path, skip_bad=config.skip_bad, flag=flag)
     assigned = assign_buckets(opened.source, list(buckets))
     if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
         raise refuse(path, len(opened.source), assigned.bad)
     for item in (*opened.bad, *assigned.bad):
         say(f"Left out {item}")
     return PixelSamples(opened.source, assigned.buckets, mirror=mirror)
+
+
+def _leave_out_damaged(job: _Job, ranks: Ranks) -> None:
+    """Decode everything once; raise what cannot be read, or go on without it."""
+    config = job.config
+    for path, samples in ((config.dataset_path, job.samples), (config.held_out, job.held_out)):
+        if path is None or samples is None:
+            continue
+        total, bad = len(samples), find_damaged(samples, default_cache_dir(path), ranks)
+        if bad and (not config.skip_bad or len(bad) == total):
+            raise refuse(path, total, list(bad.values()))
+        samples.leave_out(bad)
+        for item in bad.values() if ranks.is_first else ():
+            say(f"Left out {item}")
 
 
 def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
@@ -162,7 +209,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
         output = config.output_dir / "vae"
         with monitor.phase("measuring the latents", "vae"), in_use(average):
             _write_result(job, ranks, vae, output)
-        ranks.wait()
+        ranks.wait_long()
     return TrainedVae(stopped.step, output, measure.quality if measure else {}, exit_code(stopped, ranks))
 
 
@@ -233,6 +280,7 @@ def _write_result(job: _Job, ranks: Ranks, role: Role, output: Path) -> None:
         if ranks.is_first:
             mean, std = measure_latents(vae_pass.vae, job.samples, job.config.statistics_samples, job.device)
             vae_pass.vae.register_to_config(latents_mean=mean, latents_std=std)
+        ranks.wait_long()
     if not ranks.is_first:
         follow_model(vae_pass.vae)
         return
@@ -249,10 +297,12 @@ def measure_latents(
     count = min(count, len(samples))
     with progress("Measuring latents", count, "sample") as advance:
         for index in range(count):
-            mean, logvar = encode_distribution(vae, samples.pixels(index)[None].to(device))
+            pixels = samples.pixels(index)[None].to(device)
+            # Apple's GPUs have no float64.
+            mean, logvar = (each.cpu().double() for each in encode_distribution(vae, pixels))
             # Of a normal distribution the second moment is mean^2 + variance.
-            sums += mean.double().sum((0, 2, 3, 4)).cpu()
-            squares += (mean.double().square() + logvar.double().exp()).sum((0, 2, 3, 4)).cpu()
+            sums += mean.sum((0, 2, 3, 4))
+            squares += (mean.square() + logvar.exp()).sum((0, 2, 3, 4))
             total += mean[0, 0].numel()
             advance()
     mean_each = sums / total

@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from wandistiller.api import export
 from wandistiller.checkpoint import formats, proof
 from wandistiller.errors import OutputError, UsageError
+from wandistiller.models.channel_adapter import ChannelAdapter, random_adapter
 from wandistiller.models.load import load_transformer, load_vae
 from wandistiller.models.pipeline import find_pipeline
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import inspect_checkpoint
+from wandistiller.models.text_limit import read_text_limit, write_text_limit
 
 TINY = SIZES["tiny"]
 # One of each kind: every module that some released Wan has is in one of these.
@@ -207,3 +209,13 @@ def test_a_source_is_never_overwritten_by_its_own_export(tmp_path):
         with pytest.raises(UsageError, match="holds what is to be exported"):
             export(model=str(tmp_path / "pipeline" / "vae"), output=output, overwrite=True)
     assert WanPipeline.from_pretrained(tmp_path / "pipeline")
+
+
+def test_what_belongs_to_a_student_goes_with_it(tiny_folder, tmp_path):
+    source = tmp_path / "student"
+    shutil.copytree(tiny_folder, source)
+    write_text_limit(source, 7)
+    random_adapter(8, 4).save(source)
+    export(model=str(source), output=tmp_path / "out")
+    assert read_text_limit(tmp_path / "out") == 7
+    assert torch.equal(ChannelAdapter.load(tmp_path / "out").matrix, ChannelAdapter.load(source).matrix)

@@ -8,7 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from wandistiller.data.buckets import Bucket
-from wandistiller.data.latent_cache import LatentCache, fingerprint_vae
+from wandistiller.data.cache_files import fingerprint_model
+from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.sources import open_source
 from wandistiller.data.text_cache import EMPTY_NAME, TextCache, fingerprint_text_encoder
 from wandistiller.errors import CheckpointError
@@ -163,26 +164,26 @@ def test_a_vae_is_the_same_in_every_dialect(tiny_folder, tmp_path):
 
     run_export(ExportConfig(model=str(tiny_folder / "vae"), output=tmp_path / "vae.safetensors", format="comfyui"))
     first, second = (inspect_checkpoint(path, VAE) for path in (tiny_folder / "vae", tmp_path / "vae.safetensors"))
-    assert fingerprint_vae(first) == fingerprint_vae(second)
+    assert fingerprint_model(first) == fingerprint_model(second)
 
 
 @pytest.mark.parametrize("key", ["encoder.conv_in.weight", "encoder.mid_block.resnets.0.conv1.weight", "quant_conv.bias"])
 def test_another_vae_has_another_fingerprint(tiny_folder, tmp_path, key):
     shutil.copytree(tiny_folder / "vae", tmp_path / "vae")
-    before = fingerprint_vae(inspect_checkpoint(tmp_path / "vae", VAE))
-    assert before == fingerprint_vae(inspect_checkpoint(tiny_folder / "vae", VAE))
+    before = fingerprint_model(inspect_checkpoint(tmp_path / "vae", VAE))
+    assert before == fingerprint_model(inspect_checkpoint(tiny_folder / "vae", VAE))
     weights = load_file(tmp_path / "vae" / "diffusion_pytorch_model.safetensors")
     weights[key] += 0.01
     save_file(weights, tmp_path / "vae" / "diffusion_pytorch_model.safetensors")
-    assert fingerprint_vae(inspect_checkpoint(tmp_path / "vae", VAE)) != before
+    assert fingerprint_model(inspect_checkpoint(tmp_path / "vae", VAE)) != before
 
 
 def test_statistics_are_part_of_a_vae(tiny_folder, tmp_path):
     shutil.copytree(tiny_folder / "vae", tmp_path / "vae")
     config = tmp_path / "vae" / "config.json"
-    before = fingerprint_vae(inspect_checkpoint(tmp_path / "vae", VAE))
+    before = fingerprint_model(inspect_checkpoint(tmp_path / "vae", VAE))
     config.write_text(config.read_text().replace("1.0", "2.0"))
-    assert fingerprint_vae(inspect_checkpoint(tmp_path / "vae", VAE)) != before
+    assert fingerprint_model(inspect_checkpoint(tmp_path / "vae", VAE)) != before
 
 
 @pytest.mark.parametrize("change", ["nothing", "weights", "config", "tokenizer"])

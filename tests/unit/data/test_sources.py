@@ -158,6 +158,7 @@ def test_a_folder_without_any_caption(tmp_path):
         ("x.jsonl", b'{"file": "a.png"}', "has no text under 'caption'"),
         ("x.jsonl", b'{"file": "a.png", "caption": 3}', "has no text under 'caption'"),
         ("x.jsonl", b'{"file": ".empty.png", "caption": "x"}', "name that caches use"),
+        ("x.jsonl", b'{"file": ".held_out/a.png", "caption": "x"}', "name that caches use"),
     ],
 )
 def test_lines_of_lists_that_are_wrong(tmp_path, name, line, reason):

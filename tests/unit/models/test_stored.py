@@ -196,6 +196,14 @@ def test_a_vace_transformer_is_not_taken_for_a_plain_one(original, tmp_path):
         inspect_checkpoint(tmp_path / "model.safetensors")
 
 
+def test_a_folder_of_another_class_is_told_by_its_name(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": "FluxTransformer2DModel"}))
+    with pytest.raises(CheckpointError, match="is a FluxTransformer2DModel, not a Wan transformer"):
+        inspect_checkpoint(tmp_path, TRANSFORMER)
+
+
 def test_a_vae_where_a_transformer_is_wanted(tmp_path):
     AutoencoderKLWan(**SIZES["tiny"].vae).save_pretrained(tmp_path)
     assert inspect_checkpoint(tmp_path).architecture is VAE

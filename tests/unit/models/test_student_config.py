@@ -102,6 +102,9 @@ def test_layers_are_filled_in_later(read):
         ({"depth": 2, "num_layers": 1}, "also num_layers = 1"),
         ({"hidden_size": 48, "num_heads": 2, "attention_head_dim": 12}, "2 heads of 12, which make 24"),
         ({"hidden_size": 50, "num_heads": 4}, "does not divide into 4 heads"),
+        # 48 makes heads of 16, which are even; 51 would make 17. Of 25 heads each would have 2 channels, too few.
+        ({"hidden_size": 50, "num_heads": 3}, "such as 48, or another number of heads, such as 1"),
+        ({"hidden_size": 50, "num_heads": 20}, "such as 120, or another number of heads, such as 5"),
         ({"hidden_size": 50}, "does not divide into heads of 24"),
         ({"hidden_size": 12}, "does not divide into heads of 24"),
         ({"hidden_size": 60, "num_heads": 4}, "heads have 15 channels"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wandistiller.errors import UsageError
+from wandistiller.errors import TrainingError, UsageError
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.streaming import stream_blocks
 from wandistiller.train.host_optimisation import HostOptimisation
@@ -80,6 +80,13 @@ def test_it_goes_on_to_the_bit(tiny_size, batches, clip_norm):
     train(second, optimisation, batches, start=3)
     for name, value in second.state_dict().items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_the_state_of_another_placement_is_refused(tiny_size):
+    (_, streamed), (_, ordinary) = make(tiny_size, True), make(tiny_size, False)
+    for optimisation, other in ((streamed, ordinary), (ordinary, streamed)):
+        with pytest.raises(TrainingError, match="--placement offload"):
+            optimisation.load_state(*other.state())
 
 
 def test_small_updates_reach_weights_in_16_bits(tiny_size, batches):

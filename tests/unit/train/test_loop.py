@@ -2,6 +2,8 @@
 
 import os
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from helpers.toy_training import Collect, ToyMethod, ToyReader, make_loop, weigh
 
 from wandistiller.checkpoint.training_state import load_state
 from wandistiller.data.loader import load_steps
-from wandistiller.errors import TrainingError
-from wandistiller.train.callbacks import Callback
-from wandistiller.train.method import Advice, Role
+from wandistiller.errors import TrainingError, UsageError
+from wandistiller.train import step_clock
+from wandistiller.train.callbacks import Callback, EverySoOften
+from wandistiller.train.method import Advice, Role, Turn
 
 
 def equal(found, expected):
@@ -127,6 +130,33 @@ def test_the_metrics_are_means_over_the_samples():
     assert collect.values[0]["seconds_per_step"] > 0
 
 
+class Slow(EverySoOften):
+    """Takes an hour of a clock that only this moves."""
+
+    now = 0.0
+
+    def act(self, loop):
+        Slow.now += 3600.0
+
+
+class Work(ToyMethod):
+    """Takes two seconds a step of the same clock."""
+
+    def losses(self, batch):
+        Slow.now += 2.0
+        return super().losses(batch)
+
+
+def test_seconds_a_step_are_those_of_steps_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
+    collect = Collect()
+    loop = make_loop(tmp_path, steps=6, method=Work(), callbacks=[collect, Slow(2)], save_every=3, log_every=2)
+    monkeypatch.setattr(loop._saves, "save", lambda state, beside: Slow(0).act(loop))
+    loop.run()
+    assert [value["seconds_per_step"] for value in collect.values] == [2.0, 2.0, 2.0]
+    assert loop.seconds_per_step == 2.0
+
+
 @pytest.mark.parametrize("save_every", [0, 2])
 def test_a_loss_that_is_not_a_number_stops_with_the_batch_named(tmp_path, save_every):
     loop = make_loop(tmp_path, steps=5, batch_size=1, reader=ToyReader(5, bad=2), log_every=100, save_every=save_every)
@@ -204,6 +234,39 @@ def test_a_signal_saves_first(tmp_path, monkeypatch, number, times):
     assert equal(weights_of(rest), weights_of(straight))
 
 
+def test_a_turn_is_finished_with_its_new_weights():
+    method, found = ToyMethod(), []
+    bias = method.student.model[0].bias
+    turn = Turn("student", method.losses, lambda: found.append(bias.detach().clone()))
+    method.turns = (turn, turn)
+    before = bias.detach().clone()
+    make_loop(steps=1, method=method, accumulation=2).run()
+    assert len(found) == 2
+    assert not torch.equal(found[0], before) and not torch.equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_change_are_read_anew(workers):
+    """From the step at which they change, however much was read ahead; the order goes on."""
+
+    class Change(Callback):
+        def stepping(self, loop):
+            if loop.step == 3:
+                loop.read_anew()
+                loop._reader.targets += 100
+
+    reader, order = ToyReader(), make_loop(steps=5)
+    order.run()
+    loop = make_loop(steps=5, reader=reader, workers=workers, callbacks=[Change()])
+    found, original = [], loop.method.losses
+    loop.method.turns = (replace(loop.method.turns[0], losses=lambda batch: found.append(batch) or original(batch)),)
+    before = reader.targets.clone()
+    loop.run()
+    assert loop.method.seen == order.method.seen
+    for step, batch in enumerate(found):
+        torch.testing.assert_close(batch.tensors["target"], before[batch.tensors["index"]] + 100 * (step >= 3))
+
+
 def test_old_states_are_retired(tmp_path):
     make_loop(tmp_path, steps=9, save_every=2, keep=2).run()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000009"]
@@ -215,6 +278,91 @@ def test_a_state_of_another_training_is_refused(tmp_path):
     other.method.student.model[0].bias.requires_grad_(False)
     with pytest.raises(TrainingError, match=r"another training: 0\.bias"):
         other.load(load_state(other._saves.states.newest()))
+
+
+@pytest.mark.parametrize("steps", [4, 9], ids=["first epoch", "second epoch"])
+@pytest.mark.parametrize(("batch_size", "again"), [(1, 0), (4, 0), (3, 2)])
+def test_another_batch_size_goes_on_at_the_same_sample(tmp_path, capfd, steps, batch_size, again):
+    """After eight of ten samples; batches of three have a border at six, and none is left out."""
+    straight = make_loop(steps=10)
+    straight.run()
+    order = [index for batch in straight.method.seen for index in batch]
+    make_loop(tmp_path, steps=steps).run()
+    rest = make_loop(tmp_path, steps=steps + 4, batch_size=batch_size, resume=True)
+    rest.run()
+    seen = [index for batch in rest.method.seen for index in batch]
+    assert seen[: 2 + again] == order[2 * steps - again : 2 * steps + 2]
+    said = capfd.readouterr().err
+    assert f"--batch-size was 2 and is {batch_size}: going on in epoch {1 + steps // 5} after {8 - again} of 10" in said
+    assert ("2 come again" in said) == bool(again)
+
+
+class Renamed(ToyReader):
+    def name(self, index):
+        return f"other-{index}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reader": ToyReader(12)}, "10 samples, and now there are 12"),
+        ({"reader": Renamed()}, "had other names"),
+        ({"seed": 4}, "--seed 3, and this run has --seed 4"),
+    ],
+)
+def test_other_data_are_refused(tmp_path, change, message):
+    make_loop(tmp_path, steps=2).run()
+    with pytest.raises(UsageError, match=message):
+        make_loop(tmp_path, steps=4, **change, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, {"name": "adafactor"}, "--optimizer adamw, and this one has --optimizer adafactor"),
+        ({"rounding": "stochastic"}, {}, "--rounding stochastic, and this one has .*--rounding masters"),
+        ({}, {"rounding": "stochastic"}, "--rounding masters, and this one has .*--rounding stochastic"),
+    ],
+)
+def test_the_state_of_another_optimiser_is_refused(tmp_path, before, after, message):
+    dtype = torch.bfloat16 if "rounding" in {**before, **after} else torch.float32
+    make_loop(tmp_path, steps=2, method=ToyMethod(dtype=dtype), **before).run()
+    with pytest.raises(TrainingError, match=message):
+        make_loop(tmp_path, steps=4, method=ToyMethod(dtype=dtype), **after, resume=True)
+
+
+def test_an_average_that_is_asked_for_later_begins_with_the_weights_of_the_state(tmp_path, capfd):
+    first = make_loop(tmp_path, steps=2, ema=False)
+    first.run()
+    rest = make_loop(tmp_path, steps=4, resume=True)
+    assert equal(rest._callbacks[-1].average.averages, weights_of(first))
+    assert "begins with the weights of the state" in capfd.readouterr().err
+    rest.run()
+
+
+def test_an_average_that_is_left_away_is_said(tmp_path, capfd):
+    make_loop(tmp_path, steps=2).run()
+    make_loop(tmp_path, steps=4, ema=False, resume=True)
+    assert "as --use-ema was not given" in capfd.readouterr().err
+
+
+def test_states_of_earlier_versions_are_read(tmp_path):
+    """They have a position, but neither what it depends on nor the flags of their optimisers."""
+    straight = make_loop(steps=4)
+    straight.run()
+    make_loop(tmp_path, steps=2).run()
+    state = load_state(tmp_path / "step-00000002")
+    state.facts.pop("place")
+    state.facts["optimisers"]["student"].pop("flags")
+    rest = make_loop(steps=4)
+    rest.load(state)
+    rest.run()
+    assert equal(weights_of(rest), weights_of(straight))
+
+
+def test_loss_scaling_that_is_asked_for_later_begins_anew(tmp_path):
+    make_loop(tmp_path, steps=2).run()
+    assert make_loop(tmp_path, steps=4, precision="fp16", resume=True).run().step == 4
 
 
 def test_clipping_limits_the_norm_of_all_gradients():

@@ -105,7 +105,7 @@ def test_trajectories_lie_where_the_flow_goes():
     """Along the exact flow noisy = sqrt(var) * z with one z, whatever the sigma."""
     shape, items = (2, 1, 3, 3), [4, 7]
     how = {"solver": "euler", "num_steps": 400, "shift": 1.0, "scale": 1.0, "learns_guided": False, "seed": 3, "device": CPU}
-    records = roll_out(GaussianTeacher(), torch.zeros(2, 1, 1), items, shape, **how)
+    records = roll_out(GaussianTeacher(), torch.zeros(2, 1, 1), items, shape, **how, draw=0)
     assert records.noisy.shape == (800, *shape) and records.item.tolist() == items * 400
     assert records.sigma[::2].tolist() == pytest.approx(list(euler_schedule(400, 1.0).sigmas[:-1]))
     variance = (1 - records.sigma) ** 2 * GaussianTeacher.s**2 + records.sigma**2
@@ -117,8 +117,10 @@ def test_trajectories_lie_where_the_flow_goes():
     torch.testing.assert_close(records.target, expected)
 
 
-def test_the_noise_of_a_caption_is_its_own():
+def test_the_noise_of_a_caption_and_a_draw_is_its_own():
     how = {"solver": "euler", "num_steps": 2, "shift": 1.0, "scale": 1.0, "learns_guided": False, "seed": 3, "device": CPU}
-    both = roll_out(GaussianTeacher(), torch.zeros(2, 1, 1), [4, 7], (2, 1, 3, 3), **how)
-    one = roll_out(GaussianTeacher(), torch.zeros(1, 1, 1), [7], (2, 1, 3, 3), **how)
+    both = roll_out(GaussianTeacher(), torch.zeros(2, 1, 1), [4, 7], (2, 1, 3, 3), **how, draw=0)
+    one = roll_out(GaussianTeacher(), torch.zeros(1, 1, 1), [7], (2, 1, 3, 3), **how, draw=0)
     torch.testing.assert_close(both.noisy[1], one.noisy[0])
+    other = roll_out(GaussianTeacher(), torch.zeros(1, 1, 1), [7], (2, 1, 3, 3), **how, draw=1)
+    assert other.draw.tolist() == [1, 1] and not torch.isclose(other.noisy[0], one.noisy[0]).any()

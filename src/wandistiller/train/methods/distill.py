@@ -111,7 +111,7 @@ class Distillation:
         tensors, weights = batch.tensors, self._objectives
         sigma, text = tensors["sigma"], tensors["text"]
         if self._stretches is not None and "place" in tensors:
-            sigma = self._stretches.sigma(batch.step, tensors["place"])
+            sigma = self._stretches.sigma(batch.step, tensors["place"]).to(sigma.device)
         noisy = tensors["noisy"] if "noisy" in tensors else interpolate(tensors["latents"], tensors["noise"], sigma)
         targets: dict[str, Tensor] = {}
         features: list[Tensor] = []

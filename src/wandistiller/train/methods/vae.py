@@ -86,7 +86,7 @@ class VaeTraining:
         self.roles: Mapping[str, Role] = {role.name: role for role in (vae, critic) if role is not None}
         turns = [Turn(vae.name, self.vae_losses)]
         if critic is not None:
-            turns.append(Turn(critic.name, self.critic_losses))
+            turns.append(Turn(critic.name, self.critic_losses, self._update_norms))
         self.turns: Sequence[Turn] = turns * repeats
         self._num_noted = 0
         self._gradients: list[Tensor] = []
@@ -157,18 +157,20 @@ class VaeTraining:
     def finish_step(self, ranks: Ranks) -> None:
         """Learn from all gradients of the step, of every batch and rank, how loud the critic is in the next one.
 
-        A scale from each batch's own gradients would make accumulation and ranks another training than the large batch, and so
-        would spectral norms that follow the critic in every call.
+        A scale from each batch's own gradients would make accumulation and ranks another training than the large batch.
         """
-        if self._critic is not None:
-            with self._critic.whole():
-                cast(PatchCritic, self._critic.model).update_norms()
         if self._gradients:
             count = ranks.mean(torch.tensor(float(self._num_noted)))
             for_closeness, for_word = (ranks.mean(gradient.cpu()) / count for gradient in self._gradients)
             scale = adaptive_scale(for_closeness, for_word)
             cast(VaePass, self._vae.model).adversarial_scale.copy_(scale)
             self._gradients, self._num_noted = [], 0
+
+    def _update_norms(self) -> None:
+        """Let the critic's spectral norms follow its new weights: not in every call, which would tell batches apart."""
+        assert self._critic is not None
+        with self._critic.whole():
+            cast(PatchCritic, self._critic.model).update_norms()
 
     def _scale(self, closeness: Tensor, word: Tensor, num_samples: int) -> Tensor:
         """Return the critic's scale for this step, and take note of the gradients at the last layer for the next."""
@@ -187,13 +189,20 @@ class VaeTraining:
     def _at_sizes(self, pixels: Tensor) -> list[Tensor]:
         """Return the batch as it is and at each smaller size, the shorter side of which is given."""
         vae = cast(VaePass, self._vae.model).vae
-        multiple, (height, width) = vae.config["scale_factor_spatial"], pixels.shape[-2:]
+        height, width = pixels.shape[-2:]
         found = [pixels]
-        for size in self._sizes:
-            factor = size / min(height, width)
-            if factor < 1:
-                shape = tuple(max(round(side * factor / multiple), 1) * multiple for side in (height, width))
-                frames = pixels.transpose(1, 2).flatten(0, 1)
-                small = functional.interpolate(frames, shape, mode="bilinear", antialias=True)
-                found.append(small.unflatten(0, (pixels.shape[0], -1)).transpose(1, 2))
+        for shape in reduced_shapes(height, width, self._sizes, vae.config["scale_factor_spatial"]):
+            frames = pixels.transpose(1, 2).flatten(0, 1)
+            small = functional.interpolate(frames, shape, mode="bilinear", antialias=True)
+            found.append(small.unflatten(0, (pixels.shape[0], -1)).transpose(1, 2))
         return found
+
+
+def reduced_shapes(height: int, width: int, sizes: Sequence[int], multiple: int) -> list[tuple[int, int]]:
+    """Return the shapes of the given shorter sides that pictures are also trained at; only smaller ones are made."""
+    factors = [size / min(height, width) for size in sizes if size < min(height, width)]
+
+    def scaled(side: int, factor: float) -> int:
+        return max(round(side * factor / multiple), 1) * multiple
+
+    return [(scaled(height, factor), scaled(width, factor)) for factor in factors]

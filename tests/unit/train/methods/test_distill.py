@@ -1,12 +1,19 @@
 """Distillation's losses against sums written out, with a teacher whose answers are known."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from wandistiller.data.loader import Batch
+from wandistiller.data.batches import MicroBatch
+from wandistiller.data.buckets import Bucket
+from wandistiller.data.loader import Batch, read_batch
+from wandistiller.data.prompt_samples import PromptSamples
+from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.train.method import Role
-from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives
+from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches, _health
 from wandistiller.train.teacher import Answer
 
 
@@ -37,9 +44,10 @@ class ToyTeacher:
     """Says 3 times what it is asked, 5 times where it is guided; its blocks' outputs are 2 and 3 times it."""
 
     def __init__(self):
-        self.asked = []
+        self.asked, self.sigmas = [], []
 
     def answer(self, noisy, sigma, text, *, scale=1.0, blocks=()):
+        self.sigmas.append(sigma)
         self.asked.append((scale, tuple(blocks)))
         outputs = {0: 2 * noisy, 1: 3 * noisy}
         return Answer((5.0 if scale > 1 else 3.0) * noisy, [outputs[index] for index in blocks])
@@ -58,10 +66,10 @@ def noisy_of(batch):
     return (1 - sigma) * batch.tensors["latents"] + sigma * batch.tensors["noise"]
 
 
-def make(objectives, factors=(1.5,), matched=None, teacher=None):
+def make(objectives, factors=(1.5,), matched=None, teacher=None, **options):
     role = Role("student", ToyTransformer(factors), is_trained=True)
     teacher = teacher or ToyTeacher()
-    method = Distillation(role, teacher, objectives, guidance_scale=4.0, dtype=torch.float32, matched=matched)
+    method = Distillation(role, teacher, objectives, guidance_scale=4.0, dtype=torch.float32, matched=matched, **options)
     return method, teacher, role.model
 
 
@@ -119,6 +127,24 @@ def test_only_the_student_learns_and_the_teachers_words_have_no_graph():
     assert not any(value.requires_grad for value in losses.metrics.values())
 
 
+def test_noise_for_prompts_is_asked_about_on_one_side_of_the_boundary():
+    """Experts take turns: each has a batch whose sigmas follow the quantile function cut to its own range."""
+    sigma = SigmaDistribution(shape="logit_normal", shift=3.0)
+    prompts = SimpleNamespace(name=str)
+    texts = SimpleNamespace(trims_text=False, empty_text=torch.zeros(1, 1), read=lambda index: torch.zeros(1, 1))
+    samples = PromptSamples(prompts, texts, 8, Bucket(1, 24, 24), (4, 1, 3, 3), sigma)
+    batch = read_batch(samples, MicroBatch(0, 0, tuple(range(8))), seed=0)
+    places = batch.tensors["place"].tolist()
+    assert batch.tensors["sigma"].tolist() == pytest.approx([sigma.quantile(place) for place in places])
+    turns = [replace(sigma, low=0.875), replace(sigma, high=0.875)]
+    method, teacher, _ = make(Objectives(), stretches=Stretches(turns, 10))
+    for batch.step in (0, 10):
+        method.losses(batch)
+    for found, turn in zip(teacher.sigmas, turns, strict=True):
+        assert found.tolist() == pytest.approx([turn.quantile(place) for place in places])
+    assert teacher.sigmas[0].min() >= 0.875 >= teacher.sigmas[1].max()
+
+
 @pytest.mark.parametrize(("factor", "spread"), [(3.0, 1.0), (1.0, 0.0)])
 def test_spread_says_how_much_of_the_teachers_variety_is_there(factor, spread):
     """At sigma 1 a student that says v = noisy predicts noisy - noisy = 0: no variety at all."""
@@ -126,3 +152,40 @@ def test_spread_says_how_much_of_the_teachers_variety_is_there(factor, spread):
     method, _, _ = make(Objectives(), factors=(factor,))
     found = method.losses(batch).metrics["health/spread"]
     torch.testing.assert_close(found, torch.tensor(spread), atol=1e-5, rtol=1e-5)
+
+
+def health_of(data, factor, frames):
+    """Return what is said at sigma 1 of a student whose data are ``factor`` times the teacher's, which are ``data``.
+
+    A velocity v of noisy latents z at sigma 1 means the data z - v. The teacher says 3 z, so its data are -2 z; the student
+    (1 + 2 factor) z, so its are factor times as much.
+    """
+    noisy = -0.5 * data.view(1, 1, frames, 1, -1)
+    batch = make_batch(sigma=torch.ones(1), noisy=noisy, text=torch.zeros(1, 1, 1))
+    method, _, _ = make(Objectives(), factors=(1 + 2 * factor,))
+    return method.losses(batch).metrics
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
+def test_motion_is_the_size_of_what_changes_from_frame_to_frame(factor):
+    data = torch.tensor([[0.0, 1.0], [2.0, 1.5], [1.0, -3.0]])
+    found = health_of(data, factor, frames=3)
+    assert float(found["health/motion"]) == pytest.approx(factor, abs=1e-6)
+    assert float(found["health/spread"]) == pytest.approx(factor, abs=1e-6)
+    assert "health/motion" not in health_of(data, factor, frames=1)
+
+
+def test_a_clip_that_should_stand_still_has_too_much_motion_if_it_moves():
+    noisy = torch.ones(1, 1, 2, 1, 2)
+    still, moving = noisy.clone(), noisy.clone()
+    moving[:, :, 1] += 0.5
+    found = _health(noisy, torch.ones(1), noisy - moving, noisy - still)
+    # The root of 0.25 over the least that motion is taken for, 1e-6.
+    assert float(found["health/motion"]) == pytest.approx(500.0)
+
+
+@pytest.mark.parametrize(("factor", "saturation"), [(1.0, 0.0), (2.0, 0.4), (0.5, -0.2), (0.0, -0.2)])
+def test_saturation_is_the_share_of_values_far_out_beyond_the_teachers(factor, saturation):
+    """Far out is beyond 4: of these values 5 is; of twice these 5, 3 and -2.5 are; of half of them none."""
+    found = health_of(torch.tensor([5.0, 3.0, -2.5, 1.0, 0.0]), factor, frames=1)
+    assert float(found["health/saturation"]) == pytest.approx(saturation)

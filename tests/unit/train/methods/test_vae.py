@@ -129,6 +129,17 @@ def test_repeats_are_turns_of_one_step(vae):
     assert [turn.role for turn in VaeTraining(role, VaeWeights(), repeats=3).turns] == ["vae"] * 3
 
 
+def test_the_spectral_norms_follow_every_update_of_the_critic(vae):
+    critic = Role("critic", PatchCritic(base_width=4), is_trained=True)
+    method = VaeTraining(Role("vae", VaePass(vae), is_trained=True), VaeWeights(), critic=critic, repeats=3)
+    assert [turn.role for turn in method.turns if turn.finish is not None] == ["critic"] * 3
+    norms = {name: value.clone() for name, value in critic.model.state_dict().items() if name.endswith("._u")}
+    for parameter in critic.model.parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    method.turns[1].finish()
+    assert not any(torch.equal(critic.model.state_dict()[name], value) for name, value in norms.items() if value.numel() > 1)
+
+
 def test_the_noise_is_the_samples_own(vae):
     first, second = make(vae, with_critic=False), make(vae, with_critic=False)
     assert first.vae_losses(batch()).total.item() == second.vae_losses(batch()).total.item()

@@ -1,0 +1,41 @@
+"""Where a run may go on, told before anything is loaded, for every training alike."""
+
+import pytest
+import torch
+
+from wandistiller.checkpoint.training_state import TrainingState, TrainingStates
+from wandistiller.config.distill import DistillConfig
+from wandistiller.config.train import TrainConfig
+from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.errors import CheckpointError, UsageError
+from wandistiller.train.runs import find_state, prepare_device
+
+
+def states_with(folder, *steps):
+    states = TrainingStates(folder / "states", keep=9)
+    for step in steps:
+        states.save(TrainingState(step, {"x": torch.zeros(1)}, {}))
+    return states
+
+
+@pytest.mark.parametrize("config_class", [DistillConfig, TrainConfig, TrainVaeConfig])
+def test_every_training_looks_before_it_loads(config_class, tmp_path):
+    states_with(tmp_path, 3)
+    with pytest.raises(UsageError, match="holds a training already, up to step-00000003"):
+        prepare_device(config_class(output_dir=tmp_path, device="cpu"))
+    with pytest.raises(UsageError, match="--resume nowhere does not exist"):
+        prepare_device(config_class(output_dir=tmp_path / "new", resume="nowhere", device="cpu"))
+    assert prepare_device(config_class(output_dir=tmp_path, resume="auto", device="cpu")).type == "cpu"
+
+
+def test_the_state_to_go_on_from(tmp_path):
+    empty, states = TrainingStates(tmp_path / "none" / "states", keep=1), states_with(tmp_path, 1, 2)
+    assert find_state(None, empty) is None and find_state("auto", empty) is None
+    assert find_state("auto", states) == tmp_path / "states" / "step-00000002"
+    assert find_state(str(tmp_path / "states" / "step-00000001"), empty) == tmp_path / "states" / "step-00000001"
+    assert find_state(None, states, restarts=1) == tmp_path / "states" / "step-00000002"
+    with pytest.raises(UsageError, match="is newer than"):
+        find_state(str(tmp_path / "states" / "step-00000001"), states)
+    (tmp_path / "half").mkdir()
+    with pytest.raises(CheckpointError, match="not a complete training state"):
+        find_state(str(tmp_path / "half"), empty)

@@ -1,0 +1,42 @@
+"""Which caches the data of a training are in."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from wandistiller.config.train import TrainConfig
+from wandistiller.data.encoded import encode_data
+from wandistiller.errors import UsageError
+from wandistiller.train.optimisers import check_optimiser
+from wandistiller.train.transformer_data import prepare_data, prepare_held_out
+
+CPU = torch.device("cpu")
+
+
+def add_picture(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((32, 32, 3), value, dtype=np.uint8)).save(path)
+    path.with_suffix(".txt").write_text("a caption")
+
+
+def test_held_out_data_leave_the_training_data_alone(tmp_path):
+    """A folder of the training data has the very name and the very files of the held-out data."""
+    add_picture(tmp_path / "train" / "held_out" / "a.png", 20)
+    add_picture(tmp_path / "held" / "a.png", 230)
+    config = TrainConfig(held_out=str(tmp_path / "held"), cache_dir=tmp_path / "cache", width=32, height=32, frames=(1,))
+    training = prepare_data(config, "tiny-random", str(tmp_path / "train"), config.cache_dir, CPU)
+    held_out = prepare_held_out(config, "tiny-random", CPU)
+    assert not (tmp_path / "cache").exists()
+    data, other = encode_data(training), encode_data(held_out)
+    data.latents.check(data.source, data.buckets)
+    assert not torch.equal(data.latents.read("held_out/a"), other.latents.read("a"))
+
+
+def test_a_package_that_is_missing_is_noticed_before_anything_is_loaded(monkeypatch):
+    check_optimiser("adamw")
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
+    with pytest.raises(UsageError, match="needs bitsandbytes"):
+        check_optimiser("adamw8bit")

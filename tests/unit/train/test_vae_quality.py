@@ -1,0 +1,42 @@
+"""Held-out measures of a VAE that is perfect, and of one that draws nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wandistiller.data.buckets import Bucket
+from wandistiller.data.pixel_samples import PixelSamples
+from wandistiller.data.sources import open_source
+from wandistiller.distributed.ranks import Ranks
+from wandistiller.train import vae_quality
+from wandistiller.train.method import Role
+from wandistiller.train.picture_quality import psnr
+
+
+def measure(monkeypatch, folder, reconstruct):
+    """Return what is written for a held-out world of two pictures and two clips."""
+    monkeypatch.setattr(vae_quality, "reconstruct", lambda vae_pass, pixels, loop: reconstruct(pixels))
+    buckets = [Bucket(frames, 64, 64) for frames in (1, 5, 1, 5)]
+    samples = PixelSamples(open_source("world-heldout:4:1+5x64x64").source, buckets)
+    role = Role("vae", torch.nn.Identity(), is_trained=True)
+    written = {}
+    metrics = SimpleNamespace(write=lambda loop, values: written.update(values))
+    callback = vae_quality.MeasureReconstructions(role, samples, metrics, folder, every=0)
+    callback.act(SimpleNamespace(ranks=Ranks(), device=torch.device("cpu"), step=3))
+    return written, [samples.pixels(index)[None] for index in range(4)]
+
+
+def test_pictures_and_clips_apart(monkeypatch, tmp_path):
+    written, pixels = measure(monkeypatch, tmp_path, lambda pixels: pixels * 0.9)
+    ratios = [psnr(each * 0.9, each).item() for each in pixels]
+    assert written["held_out/psnr"] == pytest.approx(sum(ratios) / 4)
+    assert written["held_out/psnr_pictures"] == pytest.approx((ratios[0] + ratios[2]) / 2)
+    assert written["held_out/psnr_clips"] == pytest.approx((ratios[1] + ratios[3]) / 2)
+
+
+def test_the_judge_reads_reconstructions_and_originals(monkeypatch, tmp_path):
+    written, _ = measure(monkeypatch, tmp_path, lambda pixels: pixels + 0.001)
+    assert written["held_out/marks"] == written["held_out/marks_original"] == 1.0
+    written, _ = measure(monkeypatch, tmp_path, torch.zeros_like)
+    assert written["held_out/marks"] < 0.5 < written["held_out/marks_original"]
