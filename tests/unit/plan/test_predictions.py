@@ -54,7 +54,7 @@ def test_caches_are_counted():
     latents = 8 * 8 * 8
     assert found["latents cache for 1000 samples"] == 4 * 1000 * latents
     assert found["text cache for 1000 captions"] == 2 * 1000 * 512 * TINY["text_dim"]
-    assert found["teacher records for 1000 samples"] == 2 * 4 * 3 * 1000 * latents
+    assert found["teacher records for 1000 samples"] == 2 * 2 * 3 * 1000 * latents
 
 
 def test_a_vae_leaves_its_average_and_itself():
