@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from wandistiller.memory.estimates import Estimate, Phase, margin
+from wandistiller.memory.estimates import Estimate, Phase, fits, margin
 from wandistiller.memory.hardware import Hardware
 from wandistiller.plan.bounds import Least
 from wandistiller.plan.candidates import Changes, Way
@@ -90,7 +90,7 @@ class Search:
         return ""
 
     def _fits_card(self, size: int) -> bool:
-        return self.hardware.card is None or size + margin(size) <= self.hardware.room
+        return self.hardware.card is None or fits(size, self.hardware.room)
 
     def _reason_against(self, way: Way) -> str:
         """Say why a way cannot be better than those that fit; nothing if it can."""
