@@ -94,6 +94,8 @@ class Search:
 
     def _reason_against(self, way: Way) -> str:
         """Say why a way cannot be better than those that fit; nothing if it can."""
+        if "cpu" in way.changes.values() and any(each.fits for each in self.found):
+            return "much slower than what fits"
         # What costs accuracy has to be better than everything, what costs none than its like.
         rivals = [each.way for each in self.found if each.fits and (each.way.is_exact or not way.is_exact)]
         earlier = {each.policy for each in rivals if each.policy < way.policy}
