@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -77,6 +78,7 @@ class TextEncoding:
         return _tapes[key]
 
 
+@functools.lru_cache(maxsize=4)
 def text_phase(
     encoder: nn.Module, hardware: Hardware, dtype: torch.dtype, *, is_streamed: bool | None = None, ranks: int = 1
 ) -> Phase:

@@ -32,6 +32,7 @@ PREDICTIONS: dict[str, Predict] = {
 }
 _RESIDENT_FIELDS = {"distill": "teacher_resident", "train": "resident", "sample": "resident"}
 _ABOUT_AS_FAST = 1.02
+_FAR_SLOWER = 10
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,16 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
-        """The fastest that costs no accuracy, if there is one; of those about as fast, the one that changes least."""
-        if not self.fitting:
-            return None
-        first = self.fitting[0]
-        near = [
-            each
-            for each in self.fitting
-            if each.way.is_exact == first.way.is_exact and each.seconds <= _ABOUT_AS_FAST * first.seconds
-        ]
-        return min(near, key=lambda each: (each is not self.asked, len(each.changes), each.seconds, each.estimate.device))
+        """The fastest that costs no accuracy, unless it is far slower; of those about as fast, the one that changes least."""
+        fastest = min((each.seconds for each in self.fitting), default=0.0)
+        exact = [each for each in self.fitting if each.way.is_exact and each.seconds <= _FAR_SLOWER * fastest]
+        among = exact or self.fitting
+        least = min((each.seconds for each in among), default=0.0)
+        near = [each for each in among if each.seconds <= _ABOUT_AS_FAST * least]
+        return min(near, key=self._changed, default=None)
+
+    def _changed(self, each: Option) -> tuple[bool, int, float, int]:
+        return each is not self.asked, len(each.changes), each.seconds, each.estimate.device
 
     @property
     def ranked(self) -> tuple[Option, ...]:

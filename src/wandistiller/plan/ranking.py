@@ -53,7 +53,9 @@ def _about_accuracy(plan: Plan) -> list[str]:
     if best is None:
         return []
     if not best.way.is_exact:
-        return [f"Nothing fits without a cost in accuracy; the best has {', '.join(best.way.costs)}."]
+        is_alone = not any(each.way.is_exact for each in plan.fitting)
+        why = "Nothing fits without a cost in accuracy" if is_alone else "What costs none takes ten times as long"
+        return [f"{why}; the best has {', '.join(best.way.costs)}."]
     if plan.faster_ones:
         fastest = min(plan.faster_ones, key=lambda each: each.seconds)
         costs = ", ".join(fastest.way.costs)

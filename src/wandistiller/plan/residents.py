@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from wandistiller.memory.estimates import Estimate, Phase, margin
+from wandistiller.memory.estimates import Estimate, Phase, most_that_fits
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Use
@@ -29,8 +29,7 @@ def resident_blocks(estimate: Estimate, hardware: Hardware) -> int:
 
 def _more(streamed: _Streamed, hardware: Hardware) -> int:
     held = streamed.phase.reserved
-    # With a margin of 300 MiB or of 3 %, whichever is larger.
-    room = min(hardware.room - margin(0), int(hardware.room / 1.03)) - held
+    room = most_that_fits(hardware.room) - held
     blocks = streamed.use.block_bytes
     return max(0, min(room // max(blocks), len(blocks) - 2))
 

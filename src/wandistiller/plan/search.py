@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from wandistiller.memory.estimates import Estimate, Phase, margin
+from wandistiller.memory.estimates import Estimate, Phase, fits, margin
 from wandistiller.memory.hardware import Hardware
 from wandistiller.plan.bounds import Least
 from wandistiller.plan.candidates import Changes, Way
@@ -90,10 +90,12 @@ class Search:
         return ""
 
     def _fits_card(self, size: int) -> bool:
-        return self.hardware.card is None or size + margin(size) <= self.hardware.room
+        return self.hardware.card is None or fits(size, self.hardware.room)
 
     def _reason_against(self, way: Way) -> str:
         """Say why a way cannot be better than those that fit; nothing if it can."""
+        if "cpu" in way.changes.values() and any(each.fits for each in self.found):
+            return "much slower than what fits"
         # What costs accuracy has to be better than everything, what costs none than its like.
         rivals = [each.way for each in self.found if each.fits and (each.way.is_exact or not way.is_exact)]
         earlier = {each.policy for each in rivals if each.policy < way.policy}

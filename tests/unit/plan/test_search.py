@@ -68,6 +68,8 @@ def test_what_costs_accuracy_is_listed_and_chosen_only_where_nothing_else_fits()
     plan = plan_of(search)
     assert plan.best.seconds == 2.0 and [each.seconds for each in plan.faster_ones] == [0.5]
     assert "weights in 8 bits" in reasons(plan)[0]
+    far_slower = plan_of(searched([way(30, 0.4), way(10, 9.0, tier=1), rough]))
+    assert far_slower.best.seconds == 0.5
     alone = plan_of(searched([way(30, 0.4), rough]))
     assert alone.best.seconds == 0.5 and "Nothing fits without a cost in accuracy" in reasons(alone)[0]
 
