@@ -267,6 +267,7 @@ BAD = {
     "a single file": ({"teacher": "transformer/diffusion_pytorch_model.safetensors"}, "Point --teacher-path to"),
     "no transformer": ({"teacher": "without transformer"}, "has no transformer"),
     "no tokenizer": ({"teacher": "without tokenizer"}, "Point --teacher-path to a complete pipeline"),
+    "held-out data that are not there": ({"held_out": "nowhere"}, "Check --held-out"),
     "no prompts": ({"data_path": "missing.txt"}, "missing.txt"),
     "a student that does not divide": ({"student": {"hidden_size": 50, "num_heads": 3}}, "hidden_size"),
     "a patch that does not divide": ({"student": {"patch_size": 3, "image_size": 32}}, "patch"),

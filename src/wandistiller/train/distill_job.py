@@ -27,6 +27,7 @@ from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, build_empt
 from wandistiller.models.student_config import StudentPlan, read_student_config
 from wandistiller.terminal import say
 from wandistiller.train.optimisation import MixedPrecision
+from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.runs import choose_precision, prepare_device, prepare_parallel
 from wandistiller.train.start_checks import check_text_to_video
 
@@ -76,6 +77,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
             why="each of several processes keeps a slice of the teacher.",
             fix="Start it with torchrun, or let the teacher be streamed with --teacher-device-strategy offload.",
         )
+    check_optimiser(config.optimizer_name)
     _check_cards(config, device, read_ranks())
     check_clip_groups("--teacher-context-parallel", config.teacher_context_parallel, read_ranks())
     prompts = open_prompts(config.data_path) if config.data_path is not None else None

@@ -17,7 +17,7 @@ from wandistiller.config.distill import DistillConfig
 from wandistiller.config.placement import parse_resident
 from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.cached_samples import CachedSamples
-from wandistiller.data.encoded import EncodedData
+from wandistiller.data.encoded import EncodedData, encode_data
 from wandistiller.data.teacher_records import RecordSamples
 from wandistiller.distributed.context import ClipGroup
 from wandistiller.distributed.parallel import Parallel
@@ -61,7 +61,7 @@ from wandistiller.train.runs import Run, exit_code, saved_facts
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
 from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches, teacher_dtype
-from wandistiller.train.transformer_data import encode_held_out
+from wandistiller.train.transformer_data import prepare_held_out
 from wandistiller.units import Bytes
 
 _ADAPTER_SAMPLES = 256
@@ -106,9 +106,10 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     monitor = Monitor([job.device], lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure))
     before = saved_facts(config, ranks)
     saved = before.facts.get("data", {}) if before is not None else {}
-    questions = open_questions(job, saved)
     assert config.teacher_path is not None
-    held_out = encode_held_out(config, config.teacher_path, job.device, job.patch)
+    validation = prepare_held_out(config, config.teacher_path, job.device, job.patch)  # looked at before anything is encoded
+    questions = open_questions(job, saved)
+    held_out = None if validation is None else encode_data(validation)
     with monitor.phase("loading", "teacher"):
         placing, note = _settle_teacher(job, questions)
         teacher = _make_teacher(job, questions, ranks, placing)

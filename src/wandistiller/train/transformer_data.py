@@ -72,14 +72,6 @@ def prepare_held_out(
     return prepare_data(config, model, config.held_out, cache_dir, device, "--held-out", patch)
 
 
-def encode_held_out(
-    config: TransformerTrainingConfig, model: str, device: torch.device, patch: int = PATCH
-) -> EncodedData | None:
-    """Fill the caches of the held-out data, where there are any."""
-    job = prepare_held_out(config, model, device, patch)
-    return None if job is None else encode_data(job)
-
-
 def folds_padding(transformer: Mapping[str, Any], data: EncodedData) -> bool:
     """Say whether captions go without their padding: not where samples are as long as videos."""
     buckets = {bucket for bucket in data.buckets if bucket is not None}
