@@ -21,7 +21,7 @@ tiny: install
 	$(BIN)/python scripts/make_tiny.py --output runs/tiny --graphs --install
 
 test: check
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=30
 
 check: install
 	$(BIN)/ruff format --check .
