@@ -43,6 +43,8 @@ class Phase:
     """Held of the device by PyTorch."""
     seconds: float = 0.0
     """Of one step."""
+    exchange: float = 0.0
+    """Of one step: time in which ranks send each other weights and gradients, beside the computation."""
     num_steps: int = 1
     work: Any = None
     """What is done, for whoever wants to try it."""

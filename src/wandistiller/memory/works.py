@@ -158,7 +158,8 @@ class Training:
             scene.let_go(student.name, "update")
         if self.drawing is not None:
             self.drawing.play(stage, _cut([each.nbytes for each in student.trained], slices) if self.averages else [])
-        return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
+        found = stage.finished(self.seconds(hardware), num_steps)
+        return replace(found, exchange=self.exchange_seconds(hardware), work=self)
 
     def _record(self, scene: Scene) -> None:
         """Hold what a recorded step keeps: gradients that stay where they are, and a pool of its own for all that it makes."""

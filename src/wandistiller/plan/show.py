@@ -98,7 +98,8 @@ def _phases(estimate: Estimate, title: str) -> Table:
             sizes = [cells.get(where, "") for where in ("device", "host", "page-locked")]
             table.add_row(phase.name if number == 0 else "", what, *sizes)
         held = f"in use {phase.peak}, [bold]reserved {phase.reserved}[/bold]"
-        table.add_row("", f"[bold]at most[/bold], {seconds_text(phase.seconds)} a step", held, end_section=True)
+        exchange = f"; ranks exchange for {seconds_text(phase.exchange)} beside it" if phase.exchange else ""
+        table.add_row("", f"[bold]at most[/bold], {seconds_text(phase.seconds)} a step{exchange}", held, end_section=True)
     return table
 
 
@@ -130,6 +131,7 @@ def _option(option: Option) -> dict[str, Any]:
                 "allocated": int(phase.peak),
                 "reserved": int(phase.reserved),
                 "seconds": _number(phase.seconds),
+                "exchange_seconds": phase.exchange,
                 "items": [
                     {
                         "role": item.role,

@@ -179,7 +179,7 @@ def _settle_teacher(job: DistillJob, questions: Questions) -> tuple[Placing, str
         stored_subject(job.teachers[0], teacher_dtype(config.teacher_dtype, job.device)), job.device
     )
     chosen = replace(placing, name=choice.name, resident=getattr(choice.placement, "resident", 0))
-    return chosen, f"Teacher's placement {choice}"
+    return chosen, f"Teacher's placement {choice}" if job.device.type == "cuda" else ""
 
 
 def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int] | None:

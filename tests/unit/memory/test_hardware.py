@@ -109,5 +109,6 @@ def test_ranks_keep_slices_and_exchange_what_a_ring_passes():
         assert seconds == pytest.approx(num_bytes * 3 / 4 / machine.card.link_rate)
     assert Training(student=use).exchange_seconds(described(card="h100", host_memory=Bytes(2**36))) == 0
     whole, slices = (Training(student=use, parallel=each).phase(machine) for each in ("ddp", "fsdp"))
+    assert whole.exchange == pytest.approx(passed["ddp"] * 3 / 4 / machine.card.link_rate)
     sizes = [{item.kind: item.size for item in phase.items if item.where == "device"} for phase in (whole, slices)]
     assert sizes[1]["optimiser"] < sizes[0]["optimiser"] / 2 and sizes[1]["weights"] < sizes[0]["weights"] / 2
