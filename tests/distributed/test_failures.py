@@ -64,7 +64,7 @@ def test_a_rank_of_one_of_two_machines_is_killed_and_both_come_back_at_once(tmp_
     """Where it died it is a restart, for the other machine a change of membership: they do not count alike."""
     script = tmp_path / "mishap.py"
     once = "os.path.exists('killed') or (open('killed', 'w'), os.kill(os.getpid(), signal.SIGKILL))"
-    script.write_text(MISHAP.format(mishap=once, step=3))
+    script.write_text(MISHAP.format(mishap=once, step=5))
     port = free_port()
     flags = [*FLAGS, "--num-steps", "6", "--save-every", "2", "--output-dir", "run"]
     launch = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.5", "--rdzv-backend=c10d"]
@@ -83,7 +83,8 @@ def test_a_rank_of_one_of_two_machines_is_killed_and_both_come_back_at_once(tmp_
     assert [each.returncode for each in machines] == [0, 0], printed
     assert (tmp_path / "killed").exists()
     text = "".join(printed)
-    assert len(re.findall(r"Going on from .*, step 2\n", text)) == 1, text
+    # The state of step 2 is complete when that of step 4 is begun; that one may be, or not.
+    assert len(re.findall(r"Going on from .*, step [24]\n", text)) == 1, text
     assert "Another rank is gone" not in text, "nobody takes the dead for the living"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 7))
