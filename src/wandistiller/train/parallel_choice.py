@@ -49,7 +49,8 @@ def _fitting(config: ConfigT, hardware: Hardware, work: Callable[[ConfigT, Hardw
         try:
             needed = work(way, hardware).phase(hardware).reserved
         except Exception as error:  # noqa: BLE001 - a prediction must not cost anybody a run
-            say(f"--parallel ddp: what a rank takes cannot be foreseen: {type(error).__name__}: {error}")
+            if read_ranks().is_first:
+                say(f"--parallel ddp: what a rank takes cannot be foreseen: {type(error).__name__}: {error}")
             return ways[0]
         if needed + margin(needed) <= hardware.room:
             chosen = way

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wandistiller.config.distill import DistillConfig
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.flow.path import (
@@ -36,6 +37,16 @@ class Objectives:
     """What matched blocks give, relative to how much that is."""
     data: float = 0.0
     """Flow matching on real latents."""
+
+    @classmethod
+    def of(cls, config: DistillConfig) -> Objectives:
+        """Return what a configuration asks for."""
+        return cls(
+            output=config.output_weight,
+            guidance=config.guidance_weight,
+            feature=config.feature_weight,
+            data=config.data_weight,
+        )
 
     @property
     def needs_teacher(self) -> bool:
