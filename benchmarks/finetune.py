@@ -23,8 +23,11 @@ from wandistiller.memory.streaming import stream_blocks
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.optimisation import OptimiserOptions
 
+Way = tuple[nn.Module, Callable[[torch.Tensor], None], Callable[[], None]]
+"""A model, what to do with a loss, and what to do in the end."""
 
-def on_the_card(size: str, weights: RandomWeights) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+
+def on_the_card(size: str, weights: RandomWeights) -> Way:
     model = compiled(fill(empty_model(size), weights, DEVICE).requires_grad_(True))
     apply_policy(list(model.blocks), "selective", DEVICE, to_host=True)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -35,11 +38,11 @@ def on_the_card(size: str, weights: RandomWeights) -> tuple[nn.Module, Callable[
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
 
-    return model, step
+    return model, step, lambda: None
 
 
-def on_the_host(clip_norm: float | None) -> Callable[..., tuple[nn.Module, Callable[[torch.Tensor], None]]]:
-    def make(size: str, weights: RandomWeights) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+def on_the_host(clip_norm: float | None) -> Callable[..., Way]:
+    def make(size: str, weights: RandomWeights) -> Way:
         model = compiled(empty_model(size))
         apply_policy(list(model.blocks), "selective", DEVICE, to_host=True)
         stream = stream_blocks(model, list(model.blocks), DEVICE, read=weights, train=True)
@@ -51,7 +54,12 @@ def on_the_host(clip_norm: float | None) -> Callable[..., tuple[nn.Module, Calla
             optimisation.backward(loss)
             optimisation.step(next(number))
 
-        return model, step
+        def close() -> None:
+            optimisation.wait()
+            optimisation.close()
+            stream.close()
+
+        return model, step, close
 
     return make
 
@@ -76,7 +84,7 @@ def main() -> None:
     rows: list[Measurement] = []
     for name in arguments.ways:
         release()
-        model, step = WAYS[name](arguments.size, weights)
+        model, step, close = WAYS[name](arguments.size, weights)
         inputs = inputs_for(arguments.size, *latents)
 
         def run(model: nn.Module = model, step: Callable[[torch.Tensor], None] = step, inputs: tuple = inputs) -> None:
@@ -87,7 +95,8 @@ def main() -> None:
         row.note = f"host memory of the process {psutil.Process().memory_info().rss / 2**30:.1f} GiB"
         print(row.note)
         rows.append(row)
-        del model, step, run
+        close()
+        del model, step, run, close
         torch._dynamo.reset()
         save("finetune", rows, arguments.output)
 

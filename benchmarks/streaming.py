@@ -141,7 +141,7 @@ def measure_way(name: str, size: str, weights: RandomWeights, block_bytes: int) 
         for shape, (frames, height, width, batch) in SHAPES[size].items():
             inputs = inputs_for(size, frames, height, width, batch)
             release()
-            runs, warmup = (1, 0) if name in SLOW else (3, 2)
+            runs, warmup = (1, 0) if name in SLOW else (3, 2 if "compiled" in name or "wandistiller" in name else 1)
             run = functools.partial(model, *inputs)
             rows.append(measure(f"{size} {shape}", name, run, runs=runs, warmup=warmup, note=note))
     return rows

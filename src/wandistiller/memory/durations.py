@@ -83,10 +83,6 @@ def updated_on_host(seconds: Seconds, update: float, *, clips: bool) -> float:
     """Return the time of a step whose blocks are updated in host memory.
 
     Where gradients are clipped all have to be there first, so the updates run beside the next forward, in its order; else
-    beside backward, whose first blocks are those that the next forward needs last.
+    beside backward and the next forward, whose first blocks are the last to wait for an update.
     """
-    if clips:
-        seconds = replace(seconds, forward=max(seconds.forward, update))
-    else:
-        seconds = replace(seconds, backward=max(seconds.backward, update))
-    return seconds.total
+    return replace(seconds, forward=max(seconds.forward, update)).total if clips else max(seconds.total, update)

@@ -1,7 +1,8 @@
 """Gradients of streamed blocks, handed to the host as soon as each is complete.
 
 A gradient is copied into page-locked memory beside the computation, and a thread passes it on when it has arrived: to an
-optimiser that works there, or by default into a sum that a training step reads at its end.
+optimiser that works there, or by default into a sum that a training step reads at its end. The memory is two blocks' that are
+used in turn, or, for a taker that wants gradients to stay, a place for each block.
 """
 
 from __future__ import annotations
@@ -14,38 +15,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.memory.host import allocate_host
+from wandistiller.memory.host import HostBudget, allocate_host
 from wandistiller.memory.lanes import Lane, lane_for
 from wandistiller.memory.layout import BlockLayout, Member
 
 GradientTaker = Callable[[Tensor, Tensor], None]
-"""Told a parameter and its gradient in host memory, on a thread of its own; the memory is used again afterwards."""
+"""Told a parameter and its gradient in host memory, on a thread of its own; the memory is used again afterwards, or by the
+block's next gradients where they stay."""
+
+
+class _Landing:
+    """Memory that the gradients of one block after the other arrive in."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.is_free = threading.Event()
+        self.is_free.set()
 
 
 class HostGradients:
     """Takes the gradients of streamed parameters off the device."""
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], device: torch.device, take: GradientTaker | None = None, lane: Lane | None = None
+        self,
+        layouts: Sequence[BlockLayout],
+        device: torch.device,
+        take: GradientTaker | None = None,
+        *,
+        budget: HostBudget | None = None,
+        lane: Lane | None = None,
     ) -> None:
         self._sums: dict[int, Tensor] = {}
         self.hooks: list[Any] = []
         self.take = take or self._add
+        self.see: GradientTaker | None = None
+        """Told a parameter and its gradient while that is on the device, before it leaves."""
+        self.stay = False
+        """Whether gradients of the next backward stay where they arrive."""
+        self._device, self._budget = device, budget
         self._lane = lane or lane_for(device)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._idle = threading.Condition()
         self._pending = 0
         trained = [[member for member in layout.members if member.tensor.requires_grad] for layout in layouts]
-        largest = max((layout.num_bytes for layout in layouts), default=0)
-        # Two landing places in turn: one being filled while the other is passed on.
-        self._landings = [allocate_host(largest, device) for _ in range(2)]
-        self._landing_free = [threading.Event() for _ in self._landings]
-        for event in self._landing_free:
-            event.set()
-        self._current: tuple[int, int] | None = None
-        """Block whose gradients are leaving now, and its landing place."""
-        self._last_landing = 1
+        self._sizes = [layout.num_bytes for layout in layouts]
+        self._places: dict[int, Tensor] = {}
+        """By block, where gradients stay; made when the first come."""
+        self._in_turn: list[_Landing] = []
+        """Two: one being filled while the other is passed on; made when the first come."""
+        self._current: tuple[int, _Landing] | None = None
+        """Block whose gradients are leaving now, and where to."""
         for position, members in enumerate(trained):
             for member in members:
                 hook = member.tensor.register_post_accumulate_grad_hook(
@@ -85,8 +105,10 @@ class HostGradients:
         parameter = member.tensor
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        landing = self._landing(position)
-        target = member.view(self._landings[landing])
+        if self.see is not None:
+            self.see(parameter, gradient)
+        landing = None if self.stay else self._landing(position)
+        target = member.view(self._place(position) if landing is None else landing.memory)
         ticket = self._lane.start(lambda: target.copy_(gradient, non_blocking=True), self._lane.mark())
         with self._idle:
             self._pending += 1
@@ -98,14 +120,22 @@ class HostGradients:
         # The device's memory must not be used again before the copy is done, so the gradient travels along.
         self._queue.put((ticket, parameter, gradient, target, landing if is_last else None))
 
-    def _landing(self, position: int) -> int:
+    def _place(self, position: int) -> Tensor:
+        """Return where a block's gradients stay."""
+        if position not in self._places:
+            self._places[position] = allocate_host(self._sizes[position], self._device, self._budget)
+        return self._places[position]
+
+    def _landing(self, position: int) -> _Landing:
         """Return the landing place for a block, the other one than the last block's, once it is free."""
+        if not self._in_turn:
+            self._in_turn = [_Landing(allocate_host(max(self._sizes), self._device, self._budget)) for _ in range(2)]
         if self._current is None or self._current[0] != position:
-            chosen = 1 - self._last_landing
-            self._landing_free[chosen].wait()
-            self._landing_free[chosen].clear()
+            self._in_turn.reverse()
+            chosen = self._in_turn[0]
+            chosen.is_free.wait()
+            chosen.is_free.clear()
             self._current = (position, chosen)
-            self._last_landing = chosen
         return self._current[1]
 
     def _pass_on(self) -> None:
@@ -119,7 +149,7 @@ class HostGradients:
                 self._error = error
             item = None
             if landing is not None:
-                self._landing_free[landing].set()
+                landing.is_free.set()
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()

@@ -7,9 +7,9 @@ Threads that take the next piece as soon as they are done with one do not wait f
 
 from __future__ import annotations
 
+import heapq
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from wandistiller.memory.shared_host import ranks_here
 
-PIECE = 2**19
-"""Numbers in a piece: few enough to stay in a core's cache, enough to outweigh what starting an operation costs."""
+PIECE = 2**21
+"""Numbers in a piece: few enough to stay in the cache that cores share, so many that threads seldom need the interpreter."""
 _LEFT_FREE = 2
 """Cores left to what launches kernels and to autograd."""
 
@@ -72,12 +72,13 @@ class Work:
 
 
 class HostThreads:
-    """A few threads, and two queues of work for them."""
+    """A few threads, and work for them in an order."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         count = num_threads or default_num_threads()
-        self._urgent: deque[Work] = deque()
-        self._rest: deque[Work] = deque()
+        self._waiting: list[tuple[int, int, Work]] = []
+        """A heap: by order, then by age."""
+        self._num_begun = 0
         self._changed = threading.Condition()
         self._is_closed = False
         before = torch.get_num_threads()
@@ -92,15 +93,16 @@ class HostThreads:
         # The number that each thread has set is also that of all threads to come.
         torch.set_num_threads(before)
 
-    def begin(self, do: PieceWork, count: int, *, is_urgent: bool = False, then: Callable[[], None] | None = None) -> Work:
-        """Have pieces worked on, after those that wait already; urgent ones before all others.
+    def begin(self, do: PieceWork, count: int, *, order: int = 0, then: Callable[[], None] | None = None) -> Work:
+        """Have pieces worked on: before all that wait with a higher ``order``, after all others.
 
         ``then`` is called by the thread that is the last to finish, before whoever waits goes on.
         """
         work = Work(do, count, then)
         if count:
             with self._changed:
-                (self._urgent if is_urgent else self._rest).append(work)
+                heapq.heappush(self._waiting, (order, self._num_begun, work))
+                self._num_begun += 1
                 self._changed.notify(count)
         return work
 
@@ -124,15 +126,14 @@ class HostThreads:
 
     def _next(self) -> tuple[Work, int] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._urgent or self._rest or self._is_closed)
-            waiting = self._urgent or self._rest
-            if not waiting:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            if not self._waiting:
                 return None
-            work = waiting[0]
+            work = self._waiting[0][2]
             index = work.begun
             work.begun += 1
             if work.begun == work.count:
-                waiting.popleft()
+                heapq.heappop(self._waiting)
             return work, index
 
 

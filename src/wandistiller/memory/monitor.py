@@ -50,6 +50,8 @@ class DeviceMemory:
 def device_memory(device: torch.device) -> DeviceMemory:
     """Read a device's memory; on the CPU, this process's and the host's."""
     if device.type == "cuda":
+        if device.index is None:  # PyTorch's own functions do not agree on whether that is the current one
+            device = torch.device("cuda", torch.cuda.current_device())
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         # A process may be limited to a share of the card.

@@ -107,11 +107,12 @@ class Stage:
         is_shared = placing.name == "offload" and use.trains == "nothing"
         self.stream(use.name, placing.plan(use), placement.predict(subject, _CUDA), is_shared=is_shared)
         if trains:
-            self.add(use.name, "gradients", "page-locked", 2 * max(use.block_bytes))
             count = sum(each.numel() for each in use.model.get_submodule("blocks").parameters())
             self.add(use.name, "optimiser", "host", count * _HOST_STATE)
-            # Where several are added up, in float32.
-            self.add(use.name, "gradients", "host", 4 * count if adds_gradients else sum(use.block_bytes))
+            # They stay where they arrive, or are added up in float32.
+            arriving = 2 * max(use.block_bytes) if adds_gradients else sum(use.block_bytes)
+            self.add(use.name, "gradients", "page-locked", arriving)
+            self.add(use.name, "gradients", "host", 4 * count if adds_gradients else 0)
 
     def _spread(self, use: Use, found: Mapping[str, list[int]]) -> None:
         """Put weights onto several cards, of which the fullest counts; those on the host visit a card block by block."""

@@ -359,7 +359,7 @@ def stream_blocks(
     _keep_the_rest_on_device(stream, taken, names, read)
     _let_optimisers_step(stream)
     if train:
-        stream.gradients = HostGradients(stream.layouts, device, on_gradient)
+        stream.gradients = HostGradients(stream.layouts, device, on_gradient, budget=budget)
         stream._hooks += stream.gradients.hooks
     for position, block in enumerate(streamed):
         stream._hook(position, block)

@@ -2,17 +2,18 @@
 
 Gradients arrive block by block while backward goes on. Without clipping a block is updated as soon as its own are complete,
 beside the backward of the blocks before it. With clipping the norm of all gradients is needed first, so the updates run beside
-the next forward instead, in its order: a block's weights leave for the device when they are new. What is not streamed is
-updated on the device by an optimiser of the ordinary kind.
+the next forward instead. Of the blocks that wait the one that forward needs first comes first: a block's weights leave for
+the device when they are new. What is not streamed is updated on the device by an optimiser of the ordinary kind.
 
-An update is limited by how fast memory is read and written, so threads go through a block in pieces that stay in a core's
-cache: a gradient is made float32, used, and the new weights rounded without either going to memory in between.
+An update is limited by how fast memory is read and written. So gradients stay where they arrive and are measured on the device,
+before they leave, and threads go through a block in pieces that stay in a cache: a gradient is made float32, used, and the new
+weights rounded without either going to memory in between. Only where a step adds up several backward passes are gradients
+copied on the host, into float32 sums.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +33,21 @@ _FLAGS = "--optimizer adamw --placement offload"
 
 
 @dataclass
+class _Part:
+    """Some of a member's weights, with their moments."""
+
+    index: int
+    """Of the member."""
+    where: slice
+    """In the member."""
+    in_room: slice
+    """In a thread's room for gradients in float32."""
+    master: Tensor
+    first_moment: Tensor
+    second_moment: Tensor
+
+
+@dataclass
 class _Block:
     """One streamed block's trained weights as one flat float32 tensor, with AdamW's moments and the gradient."""
 
@@ -42,20 +58,21 @@ class _Block:
     first_moment: Tensor
     second_moment: Tensor
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Each member's, in float32 if several are added up, else as it arrives."""
+    """Each member's: where it arrived, or the sum of several."""
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    """Room for those sums, in float32."""
     num_steps: int = 0
     num_arrived: int = 0
-    square_norm: float = 0.0
 
     @property
     def state(self) -> dict[str, Tensor]:
         return {"master": self.master, "exp_avg": self.first_moment, "exp_avg_sq": self.second_moment}
 
-    def gradient_in(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Return room for a member's gradient, with what it has or new."""
-        if index not in self.gradients or self.gradients[index].dtype != dtype:
-            self.gradients[index] = torch.empty(self.members[index].shape, dtype=dtype)
-        return self.gradients[index]
+    def sum_of(self, index: int) -> Tensor:
+        """Return room for the sum of a member's gradients, with what it has or new."""
+        if index not in self.sums:
+            self.sums[index] = torch.empty(self.members[index].shape)
+        return self.sums[index]
 
     def piece(self, flat: Tensor, index: int) -> Tensor:
         """Return a member's part of a flat tensor, in the member's shape."""
@@ -64,13 +81,21 @@ class _Block:
         return flat[start : start + member.shape.numel()].view(member.shape)
 
     @functools.cached_property
-    def pieces(self) -> list[tuple[int, int, int]]:
-        """The pieces that threads take: a member, and where in it one begins and ends."""
-        return [
-            (index, start, min(start + PIECE, member.shape.numel()))
-            for index, member in enumerate(self.members)
-            for start in range(0, member.shape.numel(), PIECE)
-        ]
+    def pieces(self) -> list[list[_Part]]:
+        """The pieces that threads take: parts of large members, several small ones together."""
+        found: list[list[_Part]] = []
+        room = 0
+        for index, member in enumerate(self.members):
+            for start in range(0, member.shape.numel(), PIECE):
+                size = min(member.shape.numel() - start, PIECE)
+                if size > room:
+                    found.append([])
+                    room = PIECE
+                place = PIECE - room
+                flats = (flat[self.offsets[index] + start :][:size] for flat in self.state.values())
+                found[-1].append(_Part(index, slice(start, start + size), slice(place, place + size), *flats))
+                room -= size
+        return found
 
 
 class HostOptimisation:
@@ -111,7 +136,9 @@ class HostOptimisation:
         self._threads = HostThreads()
         self._updates: dict[int, Work] = {}
         """By block: the last update, done or under way."""
-        stream.gradients.take = self._arrive
+        self._norms: list[Tensor] = []
+        """Of the gradients that are complete, on the device or of sums on the host."""
+        stream.gradients.see, stream.gradients.take = self._see, self._arrive
 
     @property
     def rate(self) -> float:
@@ -120,18 +147,19 @@ class HostOptimisation:
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         """Add a loss's gradients to those of the step; the last ones complete it."""
-        self._expected = self._backwards + 1 if is_last else 0
-        loss.backward()
         assert self._stream.gradients is not None
+        self._expected = self._backwards + 1 if is_last else 0
+        self._stream.gradients.stay = is_last and self._backwards == 0
+        loss.backward()
         self._stream.gradients.wait()
         self._backwards += 1
 
     def step(self, number: int) -> Tensor:
         """Finish the step with this number, counted from 0; return the norm of all gradients."""
         on_device = [parameter.grad for parameter in self._rest.parameters.values() if parameter.grad is not None]
-        squares = [gradient.float().square().sum() for gradient in on_device]
-        total = sum(block.square_norm for block in self._blocks) + (float(torch.stack(squares).sum()) if squares else 0.0)
-        norm = math.sqrt(total)
+        self._norms += [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in on_device]
+        norm = float(torch.linalg.vector_norm(torch.stack(self._norms))) if self._norms else 0.0
+        self._norms.clear()
         if self._clip is not None:
             scale = min(1.0, self._clip / (norm + 1e-6))
             for gradient in on_device:
@@ -187,31 +215,43 @@ class HostOptimisation:
             flat[offset : offset + size].view(member.shape).copy_(values[member.name])
         return _Block(members, names, offsets, flat, torch.zeros_like(flat), torch.zeros_like(flat))
 
+    def _see(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Measure a gradient that leaves the device, and leave alone what an update still reads where it will arrive."""
+        assert self._stream.gradients is not None
+        if self._stream.gradients.stay:
+            self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            if (before := self._updates.get(self._places[id(parameter)][0])) is not None:
+                before.wait()
+
     def _arrive(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take a gradient in; called on the thread that gradients arrive on."""
         position, index = self._places[id(parameter)]
         block = self._blocks[position]
         is_complete, is_first = self._expected == self._backwards + 1, self._backwards == 0
-        target = block.gradient_in(index, gradient.dtype if is_complete and is_first else torch.float32).view(-1)
-        arrived = gradient.view(-1)
-
-        def take(number: int, room: Tensor) -> float:
-            piece = slice(number * PIECE, (number + 1) * PIECE)
-            mine = target[piece].copy_(arrived[piece]) if is_first else target[piece].add_(arrived[piece])
-            if not is_complete:
-                return 0.0
-            values = room[: mine.numel()].copy_(mine)
-            return float(torch.dot(values, values))
-
-        squares = self._threads.begin(take, -(-target.numel() // PIECE), is_urgent=True).wait()
+        if is_complete and is_first:
+            block.gradients[index] = gradient
+        else:
+            block.gradients[index] = self._add(block.sum_of(index), gradient, is_first=is_first)
         if not is_complete:
             return
-        block.square_norm = sum(squares, start=block.square_norm if block.num_arrived else 0.0)
+        if not is_first:
+            self._norms.append(torch.linalg.vector_norm(block.gradients[index]).to(self._stream.device))
         block.num_arrived += 1
         if block.num_arrived == len(block.members):
             block.num_arrived = 0
             if self._clip is None:
                 self._update(position, block, 1.0)
+
+    def _add(self, total: Tensor, gradient: Tensor, *, is_first: bool) -> Tensor:
+        """Add a gradient to a sum, before any update goes on: backward waits for the memory that it arrived in."""
+        target, arrived = total.view(-1), gradient.view(-1)
+
+        def add(number: int, room: Tensor) -> None:
+            piece = slice(number * PIECE, (number + 1) * PIECE)
+            _ = target[piece].copy_(arrived[piece]) if is_first else target[piece].add_(arrived[piece])
+
+        self._threads.begin(add, -(-target.numel() // PIECE), order=-1).wait()
+        return total
 
     def _update(self, position: int, block: _Block, scale: float) -> None:
         """Begin to give a block its new weights, in float32 and where it is streamed from; until then nobody may have it."""
@@ -221,30 +261,31 @@ class HostOptimisation:
         values = self._store.views_at_once(position)
 
         def update(index: int, room: Tensor) -> None:
-            member, start, end = block.pieces[index]
-            begin = block.offsets[member]
-            master, first, second = (flat[begin + start : begin + end] for flat in block.state.values())
-            gradient = room[: end - start].copy_(block.gradients[member].view(-1)[start:end])
+            parts = block.pieces[index]
+            gradients = [room[part.in_room] for part in parts]
+            masters = [part.master for part in parts]
+            torch._foreach_copy_(gradients, [block.gradients[part.index].view(-1)[part.where] for part in parts])
             if scale != 1.0:
-                gradient.mul_(scale)
-            self._adamw(master, gradient, first, second, number, rate)
-            values[block.members[member].name].view(-1)[start:end].copy_(master)
+                torch._foreach_mul_(gradients, scale)
+            self._adamw(masters, gradients, parts, number, rate)
+            weights = [values[block.members[part.index].name].view(-1)[part.where] for part in parts]
+            torch._foreach_copy_(weights, masters)
 
         if (before := self._updates.get(position)) is not None:
             before.wait()  # done, or fetching the block would have waited; raises what went wrong
         self._store.hold_back(position)
         then = functools.partial(self._store.let_go, position)
-        self._updates[position] = self._threads.begin(update, len(block.pieces), then=then)
+        self._updates[position] = self._threads.begin(update, len(block.pieces), order=position, then=then)
 
-    def _adamw(self, weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, number: Tensor, rate: float) -> None:
+    def _adamw(self, weights: list[Tensor], gradients: list[Tensor], parts: list[_Part], number: Tensor, rate: float) -> None:
         """Take one step, the first of which has number 1, with the kernel of ``torch.optim.AdamW(fused=True)``."""
         torch._fused_adamw_(
-            [weights],
-            [gradient],
-            [first],
-            [second],
+            weights,
+            gradients,
+            [part.first_moment for part in parts],
+            [part.second_moment for part in parts],
             [],
-            [number],
+            [number] * len(parts),
             lr=rate,
             beta1=self.options.betas[0],
             beta2=self.options.betas[1],

@@ -1,4 +1,4 @@
-"""Threads on the host: every piece once, in turn, urgent ones first, and PyTorch's own number of threads left alone."""
+"""Threads on the host: every piece once, in their order, and PyTorch's own number of threads left alone."""
 
 import threading
 
@@ -28,14 +28,16 @@ def test_every_piece_is_done_once_and_given_back_in_its_place(threads):
     assert torch.equal(numbers, torch.full((1000,), 5.0))
 
 
-def test_urgent_work_goes_before_what_waits_already():
+def test_work_of_a_lower_order_goes_before_what_waits_already():
     threads, order, gate = HostThreads(1), [], threading.Event()
     first = threads.begin(lambda index, room: gate.wait(), 1)
-    late = threads.begin(lambda index, room: order.append(f"late {index}"), 2)
-    threads.begin(lambda index, room: order.append(f"urgent {index}"), 2, is_urgent=True)
+    late = threads.begin(lambda index, room: order.append(f"late {index}"), 2, order=7)
+    for name, number in (("soon", 3), ("now", -1), ("soon too", 3)):
+        threads.begin(lambda index, room, name=name: order.append(f"{name} {index}"), 2, order=number)
     gate.set()
     first.wait(), late.wait()
-    assert order == ["urgent 0", "urgent 1", "late 0", "late 1"]
+    names = ["now", "soon", "soon too", "late"]
+    assert order == [f"{name} {index}" for name in names for index in range(2)]
     threads.close()
 
 

@@ -54,11 +54,16 @@ def train(model, optimisation, batches, start=0, steps=6, accumulation=2):
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05, 100.0])
 @pytest.mark.parametrize("policy", [None, "full"])
-def test_it_is_the_ordinary_optimiser(tiny_size, batches, clip_norm, policy):
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("piece", [None, 100])
+def test_it_is_the_ordinary_optimiser(tiny_size, batches, clip_norm, policy, accumulation, piece, monkeypatch):
+    if piece is not None:  # most members are several pieces then, and some pieces several members
+        monkeypatch.setattr("wandistiller.memory.host_threads.PIECE", piece)
+        monkeypatch.setattr("wandistiller.train.host_optimisation.PIECE", piece)
     plain, ordinary = make(tiny_size, False, clip_norm=clip_norm)
-    expected = train(plain, ordinary, batches)
+    expected = train(plain, ordinary, batches, accumulation=accumulation)
     streamed, on_host = make(tiny_size, True, clip_norm=clip_norm, policy=policy)
-    assert train(streamed, on_host, batches) == pytest.approx(expected, rel=1e-4)
+    assert train(streamed, on_host, batches, accumulation=accumulation) == pytest.approx(expected, rel=1e-4)
     assert on_host.rate == pytest.approx(ordinary.rate)
     found = streamed.state_dict()
     for name, value in plain.state_dict().items():
@@ -66,18 +71,19 @@ def test_it_is_the_ordinary_optimiser(tiny_size, batches, clip_norm, policy):
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
-def test_it_goes_on_to_the_bit(tiny_size, batches, clip_norm):
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_it_goes_on_to_the_bit(tiny_size, batches, clip_norm, accumulation):
     straight, optimisation = make(tiny_size, True, clip_norm=clip_norm, dtype=torch.bfloat16)
-    train(straight, optimisation, batches)
+    train(straight, optimisation, batches, accumulation=accumulation)
     expected = {name: value.clone() for name, value in straight.state_dict().items()}
     first, optimisation = make(tiny_size, True, clip_norm=clip_norm, dtype=torch.bfloat16)
-    train(first, optimisation, batches, steps=3)
+    train(first, optimisation, batches, steps=3, accumulation=accumulation)
     tensors, facts = optimisation.state()
     saved = {name: value.clone() for name, value in first.state_dict().items()}
     second, optimisation = make(tiny_size, True, clip_norm=clip_norm, dtype=torch.bfloat16)
     second.load_state_dict(saved)
     optimisation.load_state({name: value.clone() for name, value in tensors.items()}, facts)
-    train(second, optimisation, batches, start=3)
+    train(second, optimisation, batches, start=3, accumulation=accumulation)
     for name, value in second.state_dict().items():
         assert torch.equal(value, expected[name]), name
 
