@@ -7,6 +7,7 @@ pageable, which is several times slower to copy from, and a warning says so.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import weakref
@@ -65,6 +66,17 @@ def allocate_host(num_bytes: int, device: torch.device, budget: HostBudget | Non
         # The driver locks page by page as the memory is touched by one thread; touched in parallel first, that is quicker.
         _register(tensor.zero_(), budget, pages)
     return tensor[:num_bytes]
+
+
+def large_pages(count: int) -> Tensor:
+    """Return this many float32 zeros in large pages, where the system has them: quicker to go through from end to end."""
+    if not (count and hasattr(mmap, "MADV_HUGEPAGE")):
+        return torch.zeros(count)
+    # Private, as large pages are for no other kind; never registered with the driver, which shared memory is better for.
+    pages = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.float32).zero_()
 
 
 def lock_pages(tensor: Tensor, device: torch.device, budget: HostBudget | None = None) -> None:

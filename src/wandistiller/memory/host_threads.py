@@ -20,8 +20,8 @@ from wandistiller.memory.shared_host import ranks_here
 
 PIECE = 2**21
 """Numbers in a piece: few enough to stay in the cache that cores share, so many that threads seldom need the interpreter."""
-_LEFT_FREE = 2
-"""Cores left to what launches kernels and to autograd."""
+_LEFT_FREE = 1
+"""Cores left to what launches kernels."""
 
 PieceWork = Callable[[int, Tensor], Any]
 """Told a piece's number, and room for ``PIECE`` float32 numbers that is the thread's own."""

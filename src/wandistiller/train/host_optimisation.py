@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.block_store import HostStore
+from wandistiller.memory.host import large_pages
 from wandistiller.memory.host_threads import PIECE, HostThreads, Work
 from wandistiller.memory.layout import Member
 from wandistiller.memory.streaming import BlockStream
@@ -210,10 +211,10 @@ class HostOptimisation:
         sizes = [member.shape.numel() for member in members]
         offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         values = self._store.views(position)
-        flat = torch.empty(sum(sizes))
+        flat, *moments = (large_pages(sum(sizes)) for _ in range(3))
         for member, offset, size in zip(members, offsets, sizes, strict=True):
             flat[offset : offset + size].view(member.shape).copy_(values[member.name])
-        return _Block(members, names, offsets, flat, torch.zeros_like(flat), torch.zeros_like(flat))
+        return _Block(members, names, offsets, flat, *moments)
 
     def _see(self, parameter: Tensor, gradient: Tensor) -> None:
         """Measure a gradient that leaves the device, and leave alone what an update still reads where it will arrive."""
@@ -258,18 +259,16 @@ class HostOptimisation:
         rate = self._rate_at(block.num_steps)
         block.num_steps += 1
         number = torch.tensor(float(block.num_steps))
+        divisor = None if scale == 1.0 else torch.tensor(1 / scale)
         values = self._store.views_at_once(position)
 
         def update(index: int, room: Tensor) -> None:
             parts = block.pieces[index]
             gradients = [room[part.in_room] for part in parts]
-            masters = [part.master for part in parts]
             torch._foreach_copy_(gradients, [block.gradients[part.index].view(-1)[part.where] for part in parts])
-            if scale != 1.0:
-                torch._foreach_mul_(gradients, scale)
-            self._adamw(masters, gradients, parts, number, rate)
+            self._adamw(parts, gradients, divisor, number, rate)
             weights = [values[block.members[part.index].name].view(-1)[part.where] for part in parts]
-            torch._foreach_copy_(weights, masters)
+            torch._foreach_copy_(weights, [part.master for part in parts])
 
         if (before := self._updates.get(position)) is not None:
             before.wait()  # done, or fetching the block would have waited; raises what went wrong
@@ -277,10 +276,10 @@ class HostOptimisation:
         then = functools.partial(self._store.let_go, position)
         self._updates[position] = self._threads.begin(update, len(block.pieces), order=position, then=then)
 
-    def _adamw(self, weights: list[Tensor], gradients: list[Tensor], parts: list[_Part], number: Tensor, rate: float) -> None:
+    def _adamw(self, parts: list[_Part], gradients: list[Tensor], divisor: Tensor | None, number: Tensor, rate: float) -> None:
         """Take one step, the first of which has number 1, with the kernel of ``torch.optim.AdamW(fused=True)``."""
         torch._fused_adamw_(
-            weights,
+            [part.master for part in parts],
             gradients,
             [part.first_moment for part in parts],
             [part.second_moment for part in parts],
@@ -293,6 +292,7 @@ class HostOptimisation:
             eps=1e-8,
             amsgrad=False,
             maximize=False,
+            grad_scale=divisor,
         )
 
     def _rate_at(self, number: int) -> float:

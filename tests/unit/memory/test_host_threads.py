@@ -86,8 +86,8 @@ def test_closing_ends_the_threads_when_everything_is_done():
 
 def test_ranks_of_a_machine_share_its_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)), raising=False)
-    assert default_num_threads() == 14
+    assert default_num_threads() == 15
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert default_num_threads() == 2
+    assert default_num_threads() == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert default_num_threads() == 1
