@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="the file of predictions made beforehand")
     parser.add_argument("--workers", type=int, default=4, help="processes that predict")
     parser.add_argument("--bus", type=float, default=55.4, help="GB a second over the bus, for --predict")
+    parser.add_argument("--host", type=float, default=92.0, help="GB a second of updates on the host, for --predict")
     parser.add_argument("--small", action="store_true", help="tiny models, for trying this without a card")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -269,7 +270,12 @@ def main() -> None:
         if (found := small(name, work) if arguments.small else work) is not None
     ]
     if arguments.predict is not None:
-        beforehand(arguments.predict, works, replace(hardware, bus_rate=arguments.bus * 1e9), arguments.workers)
+        beforehand(
+            arguments.predict,
+            works,
+            replace(hardware, bus_rate=arguments.bus * 1e9, host_rate=arguments.host * 1e9),
+            arguments.workers,
+        )
         return
     known = [read_beforehand(arguments.against, *work) for work in works]
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
@@ -303,7 +309,7 @@ def main() -> None:
             )
             arguments.output.mkdir(parents=True, exist_ok=True)
             facts = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
-            rates = {"bus_gb_per_second": hardware.bus_rate / 1e9}
+            rates = {"bus_gb_per_second": hardware.bus_rate / 1e9, "host_gb_per_second": hardware.host_rate / 1e9}
             file.write_text(json.dumps({**facts, **rates, "failed": failed, "rows": rows}, indent=1) + "\n")
     within = sum(row["is_memory_within"] for row in rows), sum(row["is_time_within"] for row in rows)
     print(f"{len(rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}")

@@ -156,12 +156,13 @@ def detect(*, measures: bool = True) -> Hardware:
     Without ``measures`` nothing is tried, for when there is no memory to try it in: what is not known is as usual.
     """
     from wandistiller.memory.monitor import device_memory
-    from wandistiller.memory.rates import copy_rate, matmul_rate
+    from wandistiller.memory.rates import copy_rate, matmul_rate, update_rate
 
     cpu = matmul_rate(torch.device("cpu"), torch.float32) if measures else 2e11
+    update = update_rate() if measures else 40e9
     host = available_host_memory()
     if not torch.cuda.is_available():
-        return Hardware(card=None, num_cards=0, host_memory=host, host_flops=cpu)
+        return Hardware(card=None, num_cards=0, host_memory=host, host_flops=cpu, host_rate=update)
     device = torch.device("cuda", torch.cuda.current_device())
     memory = device_memory(device)
     name = torch.cuda.get_device_name(device)
@@ -179,6 +180,7 @@ def detect(*, measures: bool = True) -> Hardware:
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
         host_flops=cpu,
+        host_rate=update,
     )
 
 

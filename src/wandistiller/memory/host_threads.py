@@ -93,6 +93,10 @@ class HostThreads:
         # The number that each thread has set is also that of all threads to come.
         torch.set_num_threads(before)
 
+    @property
+    def count(self) -> int:
+        return len(self._threads)
+
     def begin(self, do: PieceWork, count: int, *, order: int = 0, then: Callable[[], None] | None = None) -> Work:
         """Have pieces worked on: before all that wait with a higher ``order``, after all others.
 

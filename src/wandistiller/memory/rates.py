@@ -8,6 +8,10 @@ from collections.abc import Callable
 
 import torch
 
+from wandistiller.memory.host import large_pages
+from wandistiller.memory.host_adamw import UPDATE_TRAFFIC, AdamW
+from wandistiller.memory.host_threads import PIECE, HostThreads
+
 COPY_BYTES = 64 * 2**20
 
 
@@ -24,6 +28,26 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = 4096 if device.type == "cuda" else 512
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: left @ right, device)
+
+
+@functools.cache
+def update_rate() -> float:
+    """Return the bytes a second that AdamW goes through in host memory, its threads together."""
+    threads = HostThreads()
+    tensors = [large_pages(PIECE * threads.count) for _ in range(3)]
+    short = torch.zeros(PIECE * threads.count, dtype=torch.bfloat16)
+    adamw = AdamW(1e-5, (0.9, 0.999), 0.01, torch.tensor(1.0))
+
+    def update(index: int, room: torch.Tensor) -> None:
+        master, first, second, weights = (each[index * PIECE : (index + 1) * PIECE] for each in (*tensors, short))
+        adamw.step([master], [room.copy_(weights)], [first], [second])
+        weights.copy_(master)
+
+    try:
+        seconds = _seconds(lambda: threads.begin(update, threads.count).wait(), torch.device("cpu"))
+    finally:
+        threads.close()
+    return UPDATE_TRAFFIC * short.numel() / seconds
 
 
 def fastest_cpu_dtype() -> torch.dtype:

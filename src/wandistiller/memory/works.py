@@ -13,6 +13,7 @@ from wandistiller.memory.durations import Seconds, step_seconds, streamed, updat
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import HOST_SHARE, Item, Phase, Where, most_that_fits
 from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.host_adamw import UPDATE_TRAFFIC
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.scene import Scene
@@ -20,10 +21,8 @@ from wandistiller.memory.stage import Placing, Stage
 from wandistiller.memory.uses import Use
 from wandistiller.units import Bytes
 
-_HOST_TRAFFIC = 34
-"""Bytes a weight that an update in host memory reads and writes."""
 _UPDATE_TRAFFIC = 28
-"""The same on the device: weight, gradient and two moments, read or written, in float32."""
+"""Bytes a weight that an update on the device reads and writes: weight, gradient and two moments in float32."""
 
 
 def forward_seconds(use: Use, placing: Placing, hardware: Hardware) -> float:
@@ -194,7 +193,7 @@ class Training:
         time = placed.total * self.accumulation
         count = sum(each.numel() for each in student.trained)
         if self.is_on_host:
-            update = count * _HOST_TRAFFIC / hardware.host_rate
+            update = count * UPDATE_TRAFFIC / hardware.host_rate
             time = placed.total * (self.accumulation - 1) + updated_on_host(placed, update, clips=self.clips)
         elif self._computes_on_host(hardware):
             time += count * _UPDATE_TRAFFIC / hardware.host_rate

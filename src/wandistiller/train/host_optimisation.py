@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from wandistiller.errors import UsageError
 from wandistiller.memory.block_store import HostStore
 from wandistiller.memory.host import large_pages
+from wandistiller.memory.host_adamw import AdamW
 from wandistiller.memory.host_threads import PIECE, HostThreads, Work
 from wandistiller.memory.layout import Member
 from wandistiller.memory.streaming import BlockStream
@@ -259,41 +260,24 @@ class HostOptimisation:
         rate = self._rate_at(block.num_steps)
         block.num_steps += 1
         number = torch.tensor(float(block.num_steps))
-        divisor = None if scale == 1.0 else torch.tensor(1 / scale)
+        divisor = None if scale == 1.0 else torch.tensor(scale).reciprocal()
+        adamw = AdamW(rate, self.options.betas, self.options.weight_decay, number, divisor)
         values = self._store.views_at_once(position)
 
         def update(index: int, room: Tensor) -> None:
             parts = block.pieces[index]
             gradients = [room[part.in_room] for part in parts]
             torch._foreach_copy_(gradients, [block.gradients[part.index].view(-1)[part.where] for part in parts])
-            self._adamw(parts, gradients, divisor, number, rate)
+            masters = [part.master for part in parts]
+            adamw.step(masters, gradients, [part.first_moment for part in parts], [part.second_moment for part in parts])
             weights = [values[block.members[part.index].name].view(-1)[part.where] for part in parts]
-            torch._foreach_copy_(weights, [part.master for part in parts])
+            torch._foreach_copy_(weights, masters)
 
         if (before := self._updates.get(position)) is not None:
             before.wait()  # done, or fetching the block would have waited; raises what went wrong
         self._store.hold_back(position)
         then = functools.partial(self._store.let_go, position)
         self._updates[position] = self._threads.begin(update, len(block.pieces), order=position, then=then)
-
-    def _adamw(self, parts: list[_Part], gradients: list[Tensor], divisor: Tensor | None, number: Tensor, rate: float) -> None:
-        """Take one step, the first of which has number 1, with the kernel of ``torch.optim.AdamW(fused=True)``."""
-        torch._fused_adamw_(
-            [part.master for part in parts],
-            gradients,
-            [part.first_moment for part in parts],
-            [part.second_moment for part in parts],
-            [],
-            [number] * len(parts),
-            lr=rate,
-            beta1=self.options.betas[0],
-            beta2=self.options.betas[1],
-            weight_decay=self.options.weight_decay,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-        )
 
     def _rate_at(self, number: int) -> float:
         options = self.options

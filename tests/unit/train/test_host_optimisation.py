@@ -110,7 +110,7 @@ def test_what_an_update_raises_is_seen(tiny_size, batches, monkeypatch):
     def fail(*arguments):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(optimisation, "_adamw", fail)
+    monkeypatch.setattr("wandistiller.memory.host_adamw.AdamW.step", fail)
     train(model, optimisation, batches, steps=1)
     with pytest.raises(MemoryError, match="no room"):
         train(model, optimisation, batches, start=1, steps=3)
