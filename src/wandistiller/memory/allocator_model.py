@@ -5,11 +5,16 @@ holds depends on the order of events, not only on how much is in use. These are 
 settings (c10/cuda/CUDACachingAllocator.cpp): small requests (up to 1 MiB) come from segments of 2 MiB, larger ones below 10 MiB
 from segments of 20 MiB, others have a segment of their own in steps of 2 MiB; the smallest free block that is large enough is
 taken, and cut if enough is left over.
+
+With expandable segments there is one segment for small requests and one for all others. It grows at its end, by steps of 2 and
+20 MiB, when no free block is large enough, and the end is cut last. So a request that is larger than every hole costs what the
+end lacks, not all of it.
 """
 
 from __future__ import annotations
 
 import bisect
+import os
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -39,7 +44,10 @@ class _Block:
 class AllocatorModel:
     """Follows allocations and frees: ``reserved`` is what the process would hold, ``allocated`` what is in use."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_expandable: bool = False) -> None:
+        self._is_expandable = is_expandable
+        self._ends: dict[bool, _Block] = {}
+        """Of expandable segments: the last block."""
         self.reserved = 0
         self.allocated = self.peak_allocated = 0
         self._num_segments = 0
@@ -52,12 +60,14 @@ class AllocatorModel:
             return
         size = -(-num_bytes // _LEAST_BLOCK) * _LEAST_BLOCK
         is_small = size <= _SMALL
-        block = self._take(size, is_small) or self._new_segment(size, is_small)
+        block = self._take(size, is_small) or (self._grow if self._is_expandable else self._new_segment)(size, is_small)
         left = block.size - size
-        if left >= _LEAST_BLOCK if is_small else left > _SMALL:
+        if left >= _LEAST_BLOCK if is_small or self._is_expandable else left > _SMALL:
             rest = _Block(block.segment, block.offset + size, left, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest
+            elif self._is_expandable:
+                self._ends[is_small] = rest
             block.after, block.size = rest, size
             self._put(rest, is_small)
         self._used[key] = (block, is_small)
@@ -74,6 +84,8 @@ class AllocatorModel:
             if neighbour is not None and neighbour.is_free:
                 self._remove(neighbour, is_small)
                 block = self._joined(block, neighbour)
+        if self._is_expandable and block.after is None:
+            self._ends[is_small] = block
         self._put(block, is_small)
 
     def size(self, key: Hashable) -> int:
@@ -85,6 +97,8 @@ class AllocatorModel:
         place = bisect.bisect_left(pool, ((size, -1, -1),))
         if place == len(pool):
             return None
+        if pool[place][1] is self._ends.get(is_small) and place + 1 < len(pool):
+            place += 1  # the end could still grow, so it counts as the largest
         block = pool.pop(place)[1]
         block.is_free = False
         return block
@@ -99,6 +113,23 @@ class AllocatorModel:
         self.reserved += total
         self._num_segments += 1
         return _Block(self._num_segments, 0, total)
+
+    def _grow(self, size: int, is_small: bool) -> _Block:
+        """Make the last block of a segment large enough."""
+        end = self._ends.get(is_small)
+        if end is not None and end.is_free:
+            self._remove(end, is_small)
+            block = end
+        else:
+            block = _Block(int(is_small), end.offset + end.size if end is not None else 0, 0, before=end)
+            if end is not None:
+                end.after = block
+            self._ends[is_small] = block
+        step = _SMALL_SEGMENT if is_small else _MIDDLE_SEGMENT
+        mapped = -(-(size - block.size) // step) * step
+        self.reserved += mapped
+        block.size += mapped
+        return block
 
     def _put(self, block: _Block, is_small: bool) -> None:
         block.is_free = True
@@ -119,3 +150,12 @@ class AllocatorModel:
         if second.after is not None:
             second.after.before = first
         return first
+
+
+def expandable_segments() -> bool:
+    """Say whether PyTorch's allocator is told to use expandable segments, as it reads the environment."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in os.environ:
+            settings = dict(item.strip().partition(":")[::2] for item in os.environ[name].split(","))
+            return settings.get("expandable_segments", "").strip().lower() in ("true", "1")
+    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from wandistiller.memory.allocator_model import AllocatorModel
+from wandistiller.memory.allocator_model import AllocatorModel, expandable_segments
 from wandistiller.memory.tape import BACKWARD, Key, Tape
 from wandistiller.units import Bytes
 
@@ -42,7 +42,7 @@ class Scene:
     """Holds things by label and plays steps, on a model of the allocator."""
 
     def __init__(self) -> None:
-        self._allocator = AllocatorModel()
+        self._allocator = AllocatorModel(is_expandable=expandable_segments())
         self._held: dict[tuple[str, str], list[int]] = {}
         self._num_keys = 0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from wandistiller.memory.allocator_model import MIB, AllocatorModel
+from wandistiller.memory.allocator_model import MIB, AllocatorModel, expandable_segments
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,69 @@ def test_an_empty_tensor_takes_nothing():
     model.allocate(0, 0)
     model.free(0)
     assert model.reserved == 0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "reserved", "allocated"),
+    [
+        (1, 2 * MIB, 512),
+        (MIB + 1, 20 * MIB, MIB + 512),
+        (20 * MIB, 20 * MIB, 20 * MIB),
+        (100 * MIB + 1, 120 * MIB, 100 * MIB + 512),
+    ],
+)
+def test_one_allocation_in_an_expandable_segment(num_bytes, reserved, allocated):
+    model = AllocatorModel(is_expandable=True)
+    model.allocate(0, num_bytes)
+    assert (model.reserved, model.allocated) == (reserved, allocated)
+
+
+def test_an_expandable_segment_grows_by_what_its_end_lacks():
+    model = AllocatorModel(is_expandable=True)
+    for key in range(3):
+        model.allocate(key, 40 * MIB)
+    model.free(0)
+    model.free(2)
+    model.allocate(3, 60 * MIB)  # the hole of 40 is too small; the end has 40 and grows by 20
+    assert model.allocated == 100 * MIB and model.reserved == 140 * MIB
+    model.allocate(4, 40 * MIB)  # the hole
+    assert model.allocated == model.reserved == 140 * MIB
+
+
+def test_the_end_of_an_expandable_segment_is_cut_last():
+    model = AllocatorModel(is_expandable=True)
+    for key, size in enumerate((60, 20, 40)):
+        model.allocate(key, size * MIB)
+    model.free(0)
+    model.free(2)
+    model.allocate(3, 30 * MIB)  # the end of 40 would fit better than the hole of 60
+    model.allocate(4, 80 * MIB)  # so the end is whole and grows by 40
+    assert model.reserved == 160 * MIB
+
+
+def test_an_expandable_segment_is_one_block_again_when_everything_is_free():
+    model = AllocatorModel(is_expandable=True)
+    for key in range(7):
+        model.allocate(key, (3 + 5 * key) * MIB)
+    for key in (3, 0, 6, 1, 5, 2, 4):
+        model.free(key)
+    before = model.reserved
+    model.allocate("all", before)
+    assert model.reserved == model.allocated == before
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:true"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
+    ],
+)
+def test_the_environment_says_which_segments_there_are(variables, expected, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert expandable_segments() == expected
