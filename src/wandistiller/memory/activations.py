@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory import attention
@@ -140,6 +141,7 @@ def _saving_to(keeper: Keeper, module: nn.Module) -> Iterator[None]:
     seen: dict[tuple[Any, ...], list[Any]] = {}
 
     def pack(tensor: Tensor) -> Any:
+        tensor = tensor.detach()  # with its graph it would be part of what the graph holds, and never go away
         if tensor.untyped_storage()._cdata in weights or not tensor.is_contiguous():
             return tensor
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype, tensor._version)
@@ -165,7 +167,7 @@ def _saving_to(keeper: Keeper, module: nn.Module) -> Iterator[None]:
 
 
 def _recomputing(module: nn.Module, forward: Forward, keeper: Keeper, *, keep_attention: bool) -> Forward:
-    needs_random_state = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+    has_dropout = any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
@@ -173,11 +175,21 @@ def _recomputing(module: nn.Module, forward: Forward, keeper: Keeper, *, keep_at
         wants_gradient = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or parameters
         if not torch.is_grad_enabled() or not wants_gradient:
             return forward(*args, **kwargs)
-        plan = _Plan(forward, structure, leaves, keeper, keep_attention, needs_random_state)
+        if has_dropout and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise UsageError("Blocks with dropout cannot be recomputed in a CUDA graph.", fix="Use the policy 'none'.")
+        plan = _Plan(forward, structure, leaves, keeper, keep_attention)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return _Recompute.apply(plan, len(tensors), *tensors, *parameters)
+        return plan.whole(_Recompute.apply(plan, len(tensors), *tensors, *parameters))
 
     return run
+
+
+_HOLE = object()
+"""Where a tensor was in an output."""
+
+
+def _tensors(leaves: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 class _Plan:
@@ -190,7 +202,6 @@ class _Plan:
         leaves: list[Any],
         keeper: Keeper,
         keep_attention: bool,
-        needs_random_state: bool,
     ) -> None:
         self.forward = forward
         self.structure = structure
@@ -199,13 +210,13 @@ class _Plan:
         self.needs_gradient = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
         self.keeper = keeper
         self.keep_attention = keep_attention
-        self.random_states = _random_states(leaves) if needs_random_state else None
+        self.random_states = _random_states(leaves)
         self.autocasts = _autocasts()
-        self.kept: list[Kept] = []
+        self.kept: list[Kept] | None = None
         self.kept_attention: list[tuple[Kept, Kept]] = []
 
-    def first(self, tensors: Sequence[Tensor]) -> Any:
-        """Run without a graph and put away what backward will need."""
+    def first(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run without a graph, put away what backward will need, and return the tensors of the output."""
         self.keeper.begin()
         ledger = attention.Ledger() if self.keep_attention else None
         with torch.no_grad(), attention.ledger_in_use(ledger) if ledger else nullcontext():
@@ -214,10 +225,24 @@ class _Plan:
         self.kept = [self.keeper.put(tensor) if index == 0 else Kept(tensor) for index, tensor in enumerate(tensors)]
         if ledger:
             self.kept_attention = [(self.keeper.put(result), self.keeper.put(sums)) for result, sums in ledger.results]
-        return output
+        self.output, self.output_structure = tree_flatten(output)
+        tensors = _tensors(self.output)
+        self.output = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in self.output]
+        return tensors
 
-    def again(self) -> tuple[list[Tensor], Any]:
-        """Run with a graph; return the inputs that it starts from and its output."""
+    def whole(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the output again that ``first`` gave the tensors of."""
+        found = iter(tensors)
+        return tree_unflatten([next(found) if leaf is _HOLE else leaf for leaf in self.output], self.output_structure)
+
+    def again(self) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Run with a graph; return the inputs that it starts from and the tensors of its output."""
+        if self.kept is None:
+            raise UsageError(
+                "Backward went through a recomputed block twice.",
+                why="what an activation policy keeps is let go of as it is used.",
+                fix="Add the losses up and go backward once, or train without an activation policy.",
+            )
         inputs = []
         for index, kept in enumerate(self.kept):
             tensor = self.keeper.get(kept) if index == 0 else kept.tensor
@@ -228,9 +253,9 @@ class _Plan:
             ledger = attention.Ledger()
             ledger.results = [(self.keeper.get(result), self.keeper.get(sums)) for result, sums in self.kept_attention]
             ledger.is_replaying = True
-        self.kept, self.kept_attention = [], []
+        self.kept, self.kept_attention = None, []
         with torch.enable_grad(), attention.ledger_in_use(ledger) if ledger else nullcontext(), self._as_before():
-            return inputs, self._call(inputs)
+            return inputs, _tensors(tree_leaves(self._call(inputs)))
 
     def _call(self, tensors: Sequence[Tensor]) -> Any:
         leaves = list(self.leaves)
@@ -260,8 +285,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        inputs, output = ctx.plan.again()
-        outputs = [output] if isinstance(output, Tensor) else [item for item in output if isinstance(item, Tensor)]
+        inputs, outputs = ctx.plan.again()
         pairs = [
             (out, gradient)
             for out, gradient in zip(outputs, gradients, strict=True)
@@ -275,8 +299,12 @@ class _Recompute(torch.autograd.Function):
         return None, None, *for_inputs, *found
 
 
-def _random_states(leaves: Sequence[Any]) -> dict[str, Any]:
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+def _random_states(leaves: Sequence[Any]) -> dict[str, Any] | None:
+    """Return where the generators of random numbers stand; None while a CUDA graph is recorded, which does not allow it."""
+    has_cuda = torch.cuda.is_initialized()
+    if has_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda} if has_cuda else ()
     return {"cpu": torch.get_rng_state(), **{str(device): torch.cuda.get_rng_state(device) for device in devices}}
 
 

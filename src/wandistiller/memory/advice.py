@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,23 @@ def in_order(remedies: Sequence[Remedy]) -> list[Remedy]:
     return sorted(worth, key=lambda remedy: -remedy.saves / (max(remedy.slowdown - 1, 0) + 0.05))
 
 
-def enough(remedies: Sequence[Remedy], shortage: int) -> list[Remedy]:
-    """Return the first remedies that together free what is short, changing each field once; all of them if none suffice."""
+def enough(
+    remedies: Sequence[Remedy], shortage: int, is_possible: Callable[[dict[str, Any]], bool] = lambda changes: True
+) -> list[Remedy]:
+    """Return the first remedies that together free what is short; all of them if none suffice.
+
+    Each field is changed once, and what does not go together with those before is left out.
+    """
     chosen: list[Remedy] = []
     for remedy in remedies:
         if sum(each.saves for each in chosen) > shortage:
             break
-        if not any(remedy.changes.keys() & each.changes.keys() for each in chosen):
+        before = changes_of(chosen)
+        if not remedy.changes.keys() & before.keys() and is_possible({**before, **remedy.changes}):
             chosen.append(remedy)
     return chosen
+
+
+def changes_of(remedies: Sequence[Remedy]) -> dict[str, Any]:
+    """Return all changes of some remedies together."""
+    return {name: value for remedy in remedies for name, value in remedy.changes.items()}

@@ -8,6 +8,7 @@ the bus; such a block lands in a staging buffer and is multiplied out by the com
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -182,7 +183,7 @@ def _compiled_multiply() -> Callable[[Tensor, Tensor, Tensor], None]:
 class QuantisedStore(_InHostMemory):
     """Blocks of a frozen role with their matrices in int8, one factor for every 128 values; everything else as it is.
 
-    The matrices come first in a block's layout so that one operation unpacks them all.
+    The matrices come first in a block's layout, dtype by dtype, so that one operation unpacks them all.
     """
 
     GROUP = 128
@@ -225,14 +226,17 @@ class QuantisedStore(_InHostMemory):
     @classmethod
     def is_packed(cls, member: Member) -> bool:
         """Say whether a member is stored in 8 bits."""
-        return len(member.shape) == 2 and member.dtype.itemsize == 2 and member.shape.numel() % cls.GROUP == 0
+        is_half = member.dtype in (torch.bfloat16, torch.float16)
+        return len(member.shape) == 2 and is_half and member.shape.numel() % cls.GROUP == 0
 
     def unpack(self, index: int, staging: Tensor, flat: Tensor) -> None:
-        count = self._counts[index]
-        if count:
-            dtype = next(self._matrices(self.layouts[index])).dtype
-            target = flat[: 2 * count].view(dtype).view(-1, self.GROUP)
-            multiply_out(self._values(index, staging), self._scales(index, staging), target)
+        count, first = self._counts[index], 0
+        # One operation for all, as long as they are of one dtype.
+        for dtype, matrices in itertools.groupby(self._matrices(self.layouts[index]), lambda member: member.dtype):
+            rows = slice(first, first + sum(member.shape.numel() for member in matrices) // self.GROUP)
+            first = rows.stop
+            target = flat[: 2 * count].view(dtype).view(-1, self.GROUP)[rows]
+            multiply_out(self._values(index, staging)[rows], self._scales(index, staging)[rows], target)
         rest = self.layouts[index].num_bytes - 2 * count
         start = self._scales_end(index)
         flat[2 * count : 2 * count + rest].copy_(staging[start : start + rest])

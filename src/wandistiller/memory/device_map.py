@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import tomllib
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +52,9 @@ class ByDeviceMap(Placement):
         on_host, on_disk = _load(subject, device_map)
         # An index that is empty is one too: all of what is on disk has to be converted, and is in host memory.
         index = on_disk if "disk" in device_map.values() else None
-        dispatch_model(subject.model, device_map, state_dict=on_host or None, offload_index=index, force_hooks=True)
+        with warnings.catch_warnings():  # of parameters that the map names, which are no modules
+            warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+            dispatch_model(subject.model, device_map, state_dict=on_host or None, offload_index=index, force_hooks=True)
         return Placed(footprint, lambda: _undo(subject))
 
 
@@ -97,7 +101,7 @@ def read_device_map(path: Path) -> DeviceMap:
     """Read a map from a file."""
     try:
         text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"The device map {path} cannot be read.", why=str(error), fix="Check the path; it is a JSON or TOML file."
@@ -108,14 +112,16 @@ def read_device_map(path: Path) -> DeviceMap:
 
 
 def flatten_device_map(content: Mapping[str, Any], prefix: str = "") -> DeviceMap:
-    """Turn a nested map into one of full module names."""
+    """Turn a nested map into one of full module names; ``""`` inside of a module is the rest of it."""
     flat: DeviceMap = {}
     for key, value in content.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            flat |= flatten_device_map(value, name)
-        else:
-            flat[name] = value
+        name = ".".join(part for part in (prefix, str(key)) if part)
+        inside = flatten_device_map(value, name) if isinstance(value, Mapping) else {name: value}
+        twice = [each for each in inside if each in flat and flat[each] != inside[each]]
+        if twice:
+            places = f"{flat[twice[0]]!r} and {inside[twice[0]]!r}"
+            raise UsageError(f"The device map puts '{twice[0]}' on {places}.", fix="Name each module once, nested or flat.")
+        flat |= inside
     return flat
 
 
@@ -124,7 +130,11 @@ def check_device_map(device_map: DeviceMap, model: nn.Module) -> None:
     parts = {name for name, _ in model.named_modules()} | {name for name, _ in named_tensors(model)}
     for name, device in device_map.items():
         if name not in parts:
-            raise UsageError(f"The device map names '{name}', which this model has not{nearest(name, parts)}")
+            raise UsageError(
+                f"The device map names '{name}', which this model has not{nearest(name, parts)}",
+                why=f"it has {shortened(name for name, _ in model.named_children())}, and what is in them.",
+                fix="Correct the name, or take it out of the map.",
+            )
         if not _is_there(device):
             count = torch.cuda.device_count()
             raise UsageError(
@@ -132,10 +142,12 @@ def check_device_map(device_map: DeviceMap, model: nn.Module) -> None:
                 why=f"this machine has {count} GPU{'' if count == 1 else 's'}, cpu and disk.",
                 fix="Use a GPU's number, cpu or disk.",
             )
-    left_out = [name for name, _ in named_tensors(model) if name in model.state_dict() and _device_of(name, device_map) is None]
+    stored = model.state_dict().keys()
+    left_out = [name for name, _ in named_tensors(model) if name in stored and _device_of(name, device_map) is None]
     if left_out:
         raise UsageError(
             f"The device map leaves out {len(left_out)} tensors: {shortened(left_out)}.",
+            why="each has to be somewhere.",
             fix='Name their modules, or everything else with "".',
         )
 
@@ -145,9 +157,8 @@ def _is_there(device: str | int) -> bool:
         return True
     if isinstance(device, int) and not isinstance(device, bool):
         return 0 <= device < torch.cuda.device_count()
-    if isinstance(device, str) and device.startswith("cuda"):
-        return int(device.partition(":")[2] or 0) < torch.cuda.device_count()
-    return False
+    number = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
+    return number is not None and int(number[1] or 0) < torch.cuda.device_count()
 
 
 def _device_of(name: str, device_map: DeviceMap) -> str | int | None:

@@ -41,6 +41,13 @@ class _Buffer:
     """Asked for and not yet handed to a copy."""
 
 
+def _give_up(buffer: _Buffer) -> None:
+    """Return when nobody writes to a buffer any more; it holds nothing then, and an error of its reads is forgotten."""
+    for piece in buffer.pieces:
+        piece.cancel() or piece.exception()
+    buffer.holds, buffer.is_taken, buffer.pieces = None, False, []
+
+
 class DiskStore:
     """Blocks in the files that they came in."""
 
@@ -74,8 +81,12 @@ class DiskStore:
     def fetch(self, index: int) -> Tensor:
         buffer = self._begin(index) or self._begin(index, must=True)
         assert buffer is not None
-        for piece in buffer.pieces:
-            piece.result()
+        try:
+            for piece in buffer.pieces:
+                piece.result()
+        except BaseException:
+            _give_up(buffer)  # it is read again, should anybody ask
+            raise
         return buffer.flat[: self.layouts[index].num_bytes]
 
     def fetched(self, index: int, ticket: Ticket) -> None:
@@ -118,8 +129,7 @@ class DiskStore:
         buffer = free[0]
         self._buffers.remove(buffer)
         self._buffers.append(buffer)  # the one used longest ago stands first
-        for piece in buffer.pieces:  # of a block that was expected and never fetched
-            piece.cancel() or piece.result()
+        _give_up(buffer)  # a block that was expected and never fetched
         buffer.holds, buffer.is_taken = index, True
         copied = buffer.copied
         buffer.pieces = [self._threads.submit(self._read_piece, work, copied) for work in self._pieces(index, buffer.flat)]

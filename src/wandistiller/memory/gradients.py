@@ -73,7 +73,8 @@ class HostGradients:
                 )
                 self.hooks.append(hook)
         self._counts = [len(members) for members in trained]
-        self._seen = [0] * len(trained)
+        self._seen: set[int] = set()
+        """Of the block whose gradients are leaving now, the parameters that have had theirs."""
         self._thread = threading.Thread(target=self._pass_on, name="wandistiller-gradients", daemon=True)
         self._thread.start()
 
@@ -107,18 +108,14 @@ class HostGradients:
         assert gradient is not None
         if self.see is not None:
             self.see(parameter, gradient)
-        landing = None if self.stay else self._landing(position)
-        target = member.view(self._place(position) if landing is None else landing.memory)
+        target = member.view(self._place(position) if self.stay else self._landing(position, parameter).memory)
         ticket = self._lane.start(lambda: target.copy_(gradient, non_blocking=True), self._lane.mark())
         with self._idle:
             self._pending += 1
-        self._seen[position] += 1
-        is_last = self._seen[position] == self._counts[position]
-        if is_last:
-            self._seen[position] = 0
-            self._current = None
         # The device's memory must not be used again before the copy is done, so the gradient travels along.
-        self._queue.put((ticket, parameter, gradient, target, landing if is_last else None))
+        self._queue.put((ticket, parameter, gradient, target))
+        if self._current is not None and len(self._seen) == self._counts[position]:
+            self._end_block()
 
     def _place(self, position: int) -> Tensor:
         """Return where a block's gradients stay."""
@@ -126,21 +123,34 @@ class HostGradients:
             self._places[position] = allocate_host(self._sizes[position], self._device, self._budget)
         return self._places[position]
 
-    def _landing(self, position: int) -> _Landing:
+    def _landing(self, position: int, parameter: Tensor) -> _Landing:
         """Return the landing place for a block, the other one than the last block's, once it is free."""
         if not self._in_turn:
             self._in_turn = [_Landing(allocate_host(max(self._sizes), self._device, self._budget)) for _ in range(2)]
-        if self._current is None or self._current[0] != position:
+        if self._current is not None and (self._current[0] != position or id(parameter) in self._seen):
+            self._end_block()  # where some parameters have had no gradient, or a backward broke off
+        if self._current is None:
             self._in_turn.reverse()
             chosen = self._in_turn[0]
             chosen.is_free.wait()
             chosen.is_free.clear()
             self._current = (position, chosen)
+        self._seen.add(id(parameter))
         return self._current[1]
+
+    def _end_block(self) -> None:
+        """Let the next but one block's gradients arrive where this one's have, once those are passed on."""
+        assert self._current is not None
+        self._queue.put(self._current[1])
+        self._current = None
+        self._seen.clear()
 
     def _pass_on(self) -> None:
         while (item := self._queue.get()) is not None:
-            ticket, parameter, gradient, target, landing = item
+            if isinstance(item, _Landing):
+                item.is_free.set()
+                continue
+            ticket, parameter, gradient, target = item
             self._lane.wait_on_host(ticket)
             del gradient
             try:
@@ -148,8 +158,6 @@ class HostGradients:
             except BaseException as error:  # noqa: BLE001 - raised again where the training loop waits
                 self._error = error
             item = None
-            if landing is not None:
-                landing.is_free.set()
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()

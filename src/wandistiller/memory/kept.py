@@ -6,6 +6,7 @@ in which they were put. Host memory is page-locked, allocated once and used agai
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +20,18 @@ from wandistiller.memory.lanes import Lane, Ticket, lane_for
 
 
 @dataclass(eq=False)
+class HostPiece:
+    """Host memory that a tensor is in; none once it has begun its way back."""
+
+    memory: Tensor | None
+
+
+@dataclass(eq=False)
 class Kept:
     """A tensor that was put away; ``Keeper.get`` gives it back once."""
 
     tensor: Tensor | None
-    host: Tensor | None = None
+    host: HostPiece | None = None
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
     group: int = 0
@@ -81,17 +89,21 @@ class HostKeeper:
         self._allocate = allocate
         self._pool: dict[int, list[Tensor]] = {}
         self._leaving: deque[tuple[int, Tensor, Ticket]] = deque()
-        self._stack: list[Kept] = []
+        self._stack: list[tuple[weakref.ref[Kept], HostPiece]] = []
+        """What is away, and where; whoever kept it may be gone without asking for it, if there was no backward."""
         self._group = 0
 
     @property
     def host_bytes(self) -> int:
         """Host memory held, in use or for use again."""
         free = sum(size * len(buffers) for size, buffers in self._pool.items())
-        return free + sum(kept.host.numel() for kept in self._stack if kept.host is not None)
+        return free + sum(piece.memory.numel() for _, piece in self._stack if piece.memory is not None)
 
     def begin(self) -> None:
         self._group += 1
+        for _, piece in [entry for entry in self._stack if entry[0]() is None]:
+            self._give_back(piece)
+        self._stack = [entry for entry in self._stack if entry[0]() is not None]
         # What left two groups ago has arrived long since; the computation waits for certain, and then its memory is free.
         while self._leaving and self._leaving[0][0] < self._group - 1:
             _, _, ticket = self._leaving.popleft()
@@ -107,8 +119,9 @@ class HostKeeper:
         target = host.view(source.dtype).view(source.shape)
         ticket = self._lane.start(lambda: target.copy_(source, non_blocking=True), self._lane.mark())
         self._leaving.append((self._group, source, ticket))
-        kept = Kept(None, host, source.shape, source.dtype, self._group, is_away=True)
-        self._stack.append(kept)
+        piece = HostPiece(host)
+        kept = Kept(None, piece, source.shape, source.dtype, self._group, is_away=True)
+        self._stack.append((weakref.ref(kept), piece))
         return kept
 
     def get(self, kept: Kept) -> Tensor:
@@ -117,11 +130,13 @@ class HostKeeper:
                 self._lane.wait(self._leaving.popleft()[2])
             self._fetch(kept)
             self._lane.wait(kept.ticket)
-            self._stack.remove(kept)
-            for other in reversed(self._stack):
-                if other.group < kept.group - 1:
+            self._stack = [entry for entry in self._stack if entry[0]() is not kept]
+            for reference, _ in reversed(self._stack):
+                other = reference()
+                if other is not None and other.group < kept.group - 1:
                     break
-                self._fetch(other)
+                if other is not None:
+                    self._fetch(other)
         tensor, kept.tensor = kept.tensor, None
         assert tensor is not None
         return tensor
@@ -130,11 +145,15 @@ class HostKeeper:
         """Start a tensor's way back, unless it is on it."""
         if kept.tensor is not None:
             return
-        host, kept.host = kept.host, None
-        assert host is not None and kept.shape is not None
+        assert kept.host is not None and kept.host.memory is not None and kept.shape is not None
         tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
-        source = host.view(tensor.dtype).view(tensor.shape)
+        source = kept.host.memory.view(tensor.dtype).view(tensor.shape)
         kept.ticket = self._lane.start(lambda: tensor.copy_(source, non_blocking=True), self._lane.mark())
         kept.tensor = tensor
-        # Whatever is put there next goes by the same lane, behind this.
-        self._pool.setdefault(host.numel(), []).append(host)
+        self._give_back(kept.host)
+
+    def _give_back(self, piece: HostPiece) -> None:
+        """Let memory be used again. Whatever is put there next goes by the same lane, behind what is under way."""
+        memory, piece.memory = piece.memory, None
+        if memory is not None:
+            self._pool.setdefault(memory.numel(), []).append(memory)

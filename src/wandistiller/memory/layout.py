@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +47,32 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return list(unique.values())
 
 
-def travelling(block: nn.Module, *, train: bool) -> list[tuple[str, Tensor]]:
-    """Return those of a block's tensors that are streamed; ``train`` says that whole blocks are trained.
+def travelling(model: nn.Module, blocks: Sequence[nn.Module], *, train: bool) -> list[list[tuple[str, Tensor]]]:
+    """Return those of each block's tensors that are streamed; ``train`` says that whole blocks are trained.
 
-    In a block that is frozen but for a few parameters, those are adapters: small, and an optimiser's on the device.
+    In a block that is frozen but for a few parameters, those are adapters: small, and an optimiser's on the device. What two
+    blocks share, or a block and the rest of the model, is needed when other blocks are in the slots, so it stays there too,
+    and so do running statistics, which forward itself changes.
     """
-    has_adapters = not train and not all(parameter.requires_grad for parameter in block.parameters())
-    return [item for item in named_tensors(block) if not (has_adapters and item[1].requires_grad)]
+    users: dict[int, set[int]] = {}
+    for position, block in enumerate(blocks):
+        for _, tensor in named_tensors(block):
+            users.setdefault(id(tensor), set()).add(position)
+    ids = {id(block) for block in blocks}
+    paths = tuple(
+        f"{name}." if name else "" for name, module in model.named_modules(remove_duplicate=False) if id(module) in ids
+    )
+    everywhere = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    staying = {id(tensor) for name, tensor in everywhere if not name.startswith(paths)}
+    staying |= {key for key, positions in users.items() if len(positions) > 1}
+    changing = [each for block in blocks for each in block.modules() if getattr(each, "track_running_stats", False)]
+    staying |= {id(buffer) for module in changing for buffer in module.buffers(recurse=False)}
+    found = []
+    for block in blocks:
+        has_adapters = not train and not all(parameter.requires_grad for parameter in block.parameters())
+        own = [item for item in named_tensors(block) if id(item[1]) not in staying]
+        found.append([item for item in own if not (has_adapters and item[1].requires_grad)])
+    return found
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> BlockLayout:

@@ -12,14 +12,14 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from wandistiller.config.command import CommandConfig, command_line
-from wandistiller.errors import OutOfRoomError, OutputError, WanDistillerError
-from wandistiller.memory.advice import Remedy, enough, in_order
+from wandistiller.errors import OutOfRoomError, OutputError, UsageError, WanDistillerError
+from wandistiller.memory.advice import Remedy, changes_of, enough, in_order
 from wandistiller.units import Bytes
 
 _DEVICE_SIGNS = ("out of memory", "_ALLOC_FAILED", "CUDA error: out of memory")
@@ -108,7 +108,7 @@ def describe(failure: Failure, command: str, config: CommandConfig, error: BaseE
     shortage = max((failure.asked or 0) - failure.free, 0)
     lines = [f"    {remedy}" for remedy in remedies]
     if remedies:
-        changes = {name: value for remedy in enough(remedies, shortage) for name, value in remedy.changes.items()}
+        changes = changes_of(enough(remedies, shortage, lambda changes: _is_possible(replace(config, **changes))))
         fix = "\n".join(["most memory for the least time first:", *lines, "  run: " + command_line(command, config, changes)])
     else:
         fix = {
@@ -117,6 +117,14 @@ def describe(failure: Failure, command: str, config: CommandConfig, error: BaseE
             "disk": "Free some room there or write elsewhere, then run the same command again; nothing half-written is left.",
         }[failure.kind]
     return OutOfRoomError(what + ".", why="; ".join(why), fix=fix)
+
+
+def _is_possible(config: CommandConfig) -> bool:
+    try:
+        config.check()
+    except UsageError:
+        return False
+    return True
 
 
 def _disk_numbers(error: BaseException) -> list[str]:

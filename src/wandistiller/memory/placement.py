@@ -267,7 +267,7 @@ class StreamPlan:
     def __init__(self, subject: Subject, num_slots: int, resident: int, quantise: bool, train: bool = False) -> None:
         kept = spread_evenly(len(subject.blocks), resident)
         streamed = [block for index, block in enumerate(subject.blocks) if index not in kept]
-        self.layouts: list[BlockLayout] = [lay_out(travelling(block, train=train)) for block in streamed]
+        self.layouts: list[BlockLayout] = [lay_out(each) for each in travelling(subject.model, streamed, train=train)]
         self._quantise = quantise
         inside = {id(member.tensor) for layout in self.layouts for member in layout.members}
         self.outside = [_size(tensor) for _, tensor in named_tensors(subject.model) if id(tensor) not in inside]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.attached import attach_mark, remove_mark
@@ -154,8 +155,9 @@ class BlockStream:
             values = self._values(index)
             for member in layout.members:
                 member.tensor.data = values[member.name].to("cpu", copy=True)
-        for tensor, home in self._outside:
-            tensor.data = tensor.data.to(home)
+        homes = {id(tensor): home for tensor, home in self._outside}
+        for _, tensor in named_tensors(self.model):  # adapters may have come since, which are on the device
+            tensor.data = tensor.data.to(homes.get(id(tensor), "cpu"))
         self.close()
 
     def close(self) -> None:
@@ -229,10 +231,10 @@ class BlockStream:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self.is_timed and self._clocks.get(position, (0, 0))[1] is None:
                 self._clocks[position] = (self._clocks[position][0], self.lane.clock())
-            for tensor in _tensors_of(output):
-                if tensor.requires_grad:
+            # Of several results backward may begin with any, and some may be used by nobody.
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda grad: self.use(position, -1))
-                    return
 
         attach_mark(block, "stream", "streamed blocks")
         self._hooks.append(block.register_forward_pre_hook(before))
@@ -322,19 +324,20 @@ def stream_blocks(
     from there when they are needed, and ``read`` is asked for those tensors only that have to be converted. ``shared_as`` is a
     name under which the ranks of a machine have frozen blocks in common.
     """
+    if num_slots < 1 or resident < 0:
+        raise UsageError(f"{num_slots} slots and {resident} resident blocks are not possible.", fix="Take a slot or more.")
     device = torch.device(device)
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
     streamed = [block for index, block in enumerate(blocks) if index not in spread_evenly(len(blocks), resident)]
     stream = BlockStream(model, device, lane or lane_for(device), min(num_slots, max(len(streamed), 1)))
     stream.blocks = streamed
     taken: set[int] = set()
-    for block in streamed:
-        tensors = [(name, tensor) for name, tensor in travelling(block, train=train) if id(tensor) not in taken]
+    for tensors in travelling(model, streamed, train=train):
         taken |= {id(tensor) for _, tensor in tensors}
         layout = lay_out(tensors)
         if quantise:  # what is packed comes first
             is_packed = {member.name: QuantisedStore.is_packed(member) for member in layout.members}
-            layout = lay_out(sorted(tensors, key=lambda item: not is_packed[item[0]]))
+            layout = lay_out(sorted(tensors, key=lambda item: (not is_packed[item[0]], str(item[1].dtype))))
         stream.layouts.append(layout)
 
     # Remembered by the members' own identity, which stays when a tensor on the meta device becomes a real one.
@@ -454,11 +457,3 @@ def bind(tensor: Tensor, value: Tensor) -> None:
             other = nn.Parameter(other, requires_grad=tensor.requires_grad)
         other.data = value
         torch.utils.swap_tensors(tensor, other)
-
-
-def _tensors_of(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, (tuple, list)):
-        return [item for item in output if isinstance(item, Tensor)]
-    return []

@@ -136,8 +136,8 @@ class Use:
     @property
     def block_bytes(self) -> list[int]:
         """What each block takes as one flat run of bytes."""
-        trains = self.trains == "everything"
-        return [lay_out(travelling(block, train=trains)).num_bytes for block in self.model.get_submodule("blocks").children()]
+        trains, blocks = self.trains == "everything", list(self.model.get_submodule("blocks").children())
+        return [lay_out(tensors).num_bytes for tensors in travelling(self.model, blocks, train=trains)]
 
     def build(self, num_layers: int) -> nn.Module:
         """Return the model on the meta device with so many blocks."""

@@ -218,6 +218,85 @@ def test_dropout_draws_the_same_numbers_again():
     assert torch.equal(results[0][1], results[1][1])  # and the state afterwards is as without recomputation
 
 
+@pytest.mark.parametrize("drop", [functional.dropout, functional.dropout1d, functional.alpha_dropout])
+def test_random_numbers_that_no_module_tells_of_are_the_same_again(drop):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return drop(self.layer(x), 0.5, True).relu()
+
+    torch.manual_seed(0)
+    block = Block()
+    twin = copy.deepcopy(block)
+    apply_policy([block], "full", "cpu")
+    results = []
+    for each in (block, twin):
+        torch.manual_seed(5)
+        each(torch.randn(8, 16)).sum().backward()
+        results.append(each.layer.weight.grad)
+    assert torch.equal(*results)
+
+
+class Several(nn.Module):
+    """More than a tensor comes out."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.make = nn.Linear(16, 16), make
+
+    def forward(self, x):
+        return self.make(torch.tanh(self.layer(x)), x)
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("make", "take"),
+    [
+        (lambda new, old: (new, None), lambda result: result[0]),
+        (lambda new, old: ("kept", old, new), lambda result: result[1] + result[2]),
+        (lambda new, old: {"hidden": new, "inner": [new * 2, 3]}, lambda result: result["hidden"] + result["inner"][0]),
+        (lambda new, old: [new], lambda result: result[0]),
+    ],
+    ids=["none", "an input", "a table", "a list"],
+)
+def test_whatever_a_block_returns(make, take, policy, to_host):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Several(make) for _ in range(3))
+    x = torch.randn(4, 16, requires_grad=True)
+
+    def run():
+        hidden = x
+        for block in blocks:
+            result = block(hidden)
+            hidden = take(result)
+        hidden.square().sum().backward()
+        found = [x.grad.clone(), *(parameter.grad.clone() for parameter in blocks.parameters())]
+        x.grad = None
+        blocks.zero_grad()
+        return type(result), found
+
+    kind, expected = run()
+    keeper = HostKeeper(torch.device("cpu"), min_bytes=1) if to_host else None
+    apply_policy(list(blocks), policy, "cpu", keeper=keeper)
+    found_kind, found = run()
+    assert found_kind is kind
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_going_backward_twice_is_told():
+    block = nn.Linear(4, 4)
+    apply_policy([block], "full", "cpu")
+    loss = block(torch.randn(2, 4)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match="twice"):
+        loss.backward()
+
+
 def test_autocast_is_recomputed_as_it_was(model, inputs):
     def run():
         model.zero_grad()
@@ -245,6 +324,27 @@ def test_host_memory_is_used_again_in_every_step(model, inputs):
         sizes.append(keeper.host_bytes)
     assert sizes[0] > 0
     assert len(set(sizes)) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_memory_of_a_forward_without_a_backward_is_used_again(model, inputs, policy):
+    """An exception in the middle, or a loss that is only looked at."""
+    expected, _ = gradients(model, inputs)
+    keeper = HostKeeper(torch.device("cpu"), min_bytes=1024)
+    apply_policy(list(model.blocks), policy, "cpu", keeper=keeper)
+    sizes = []
+    for number in range(4):
+        if number % 2:
+            model.blocks[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("stop")))
+            with pytest.raises(KeyError):
+                model(*inputs)
+            model.blocks[2]._forward_pre_hooks.clear()
+        else:
+            model(*inputs, return_dict=False)
+        check(gradients(model, inputs)[0], expected)
+        sizes.append(keeper.host_bytes)
+    assert len(set(sizes)) == 1
+    assert not keeper._stack
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Whatever runs out, the message says where, how much, and what to change, in this run's own numbers and flags."""
 
 import errno
+import itertools
 import os
 import shlex
 import subprocess
@@ -19,8 +20,9 @@ from wandistiller.errors import OutOfRoomError
 from wandistiller.memory import out_of_memory
 from wandistiller.memory.advice import Remedy, enough, in_order
 from wandistiller.memory.monitor import Monitor
-from wandistiller.memory.out_of_memory import advising, classify
+from wandistiller.memory.out_of_memory import Failure, advising, classify, describe
 from wandistiller.sample import sampler
+from wandistiller.train import remedies
 from wandistiller.units import Bytes
 
 CUDA_MESSAGE = (
@@ -77,6 +79,24 @@ def test_remedies_are_ordered_by_gigabytes_saved_against_time_lost():
     assert enough([quick, small, slow], 100 * gib) == [quick, small, slow]
     again = remedy("quick", 3, 1.0)
     assert enough([quick, again], 100 * gib) == [quick], "one field is changed once"
+
+
+TRAIN = ["--model", "tiny-random", "--dataset-path", "world:4:1x32x32", "--output-dir", "run"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--batch-size", "4", "--activation-policy", "none"], ["--weights-dtype", "float32"]])
+def test_the_command_to_paste_is_one_that_can_be_run(flags):
+    """Remedies that are good one by one may exclude each other, such as 8-bit states and weights in host memory."""
+    config = parse("train", [*TRAIN, *flags])
+    ways = [changes for changes, _ in remedies._train_ways(config)]
+    assert len(ways) > 2
+    for order in [ways, ways[::-1], *itertools.permutations(ways[-4:], 2)]:
+        found = [Remedy(changes=changes, saves=Bytes(2**30 - number)) for number, changes in enumerate(order)]
+        failure = Failure("device", Bytes(2**40), remedies=found)
+        line = str(describe(failure, "train", config, MemoryError())).partition("run: ")[2]
+        changed = parse("train", shlex.split(line)[2:])
+        changed.check()
+        assert all(getattr(changed, name) == value for name, value in order[0].items())
 
 
 def test_the_message_has_the_phase_the_numbers_and_a_command_to_paste(monkeypatch):

@@ -155,7 +155,15 @@ def test_a_loaded_model_is_not_on_disk(checkpoint):
         ({"blocks": "cpu"}, "leaves out"),
         ({"": 7}, "on 7, which is not there"),
         ({"": "cuda:9"}, "'cuda:9', which is not there"),
+        ({"": "cuda:x"}, "'cuda:x', which is not there"),
+        ({"": "cuda:-1"}, "'cuda:-1', which is not there"),
+        ({"": "cudaq"}, "'cudaq', which is not there"),
+        ({"": -1}, "on -1, which is not there"),
+        ({"": True}, "on True, which is not there"),
+        ({"": ["cpu"]}, r"on \['cpu'\], which is not there"),
         ({"": "tape"}, "'tape', which is not there"),
+        ({}, "leaves out"),
+        ({"": "cpu", "blocks.1": "cpu", "blocks": {"1": "disk"}}, "puts 'blocks.1' on 'cpu' and 'disk'"),
     ],
 )
 def test_a_wrong_device_map_is_found_before_anything_is_loaded(checkpoint, content, message):
@@ -171,6 +179,8 @@ def test_a_wrong_device_map_is_found_before_anything_is_loaded(checkpoint, conte
         ("flat.json", '{"": "cpu", "blocks.1": "disk"}'),
         ("nested.json", '{"": "cpu", "blocks": {"1": "disk"}}'),
         ("nested.toml", '"" = "cpu"\n[blocks]\n1 = "disk"'),
+        ("flat.TOML", '"" = "cpu"\n"blocks.1" = "disk"'),
+        ("rest.json", '{"": "cpu", "blocks": {"1": {"": "disk"}}}'),
     ],
 )
 def test_device_maps_from_files(tmp_path, name, text):

@@ -1,6 +1,7 @@
 """Streamed blocks compute what resident ones do, in any order of copies that the tickets allow."""
 
 import copy
+import errno
 import gc
 import os
 import shutil
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from wandistiller.api import export
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.memory.lanes import ImmediateLane
+from wandistiller.memory.placement import Subject, find_placement
 from wandistiller.memory.streaming import blocks_to_keep, spread_evenly, stream_blocks
 from wandistiller.models.load import load_model
 from wandistiller.models.stored import build_empty, inspect_checkpoint
@@ -172,6 +174,210 @@ def test_mixed_dtypes_tied_parameters_and_buffers():
     assert model[0].third.weight is model[0].second.weight
     # 8x8 in bfloat16 and once in float32, three biases and a buffer, each at a multiple of 256 bytes.
     assert stream.layouts[0].num_bytes == 6 * 256
+
+
+class Plain(nn.Module):
+    """Something else than a Wan's block."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x))
+
+
+class Chain(nn.Module):
+    def __init__(self, num_blocks=5, block=Plain):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tie_two_blocks(model):
+    model.blocks[3].layer.weight = model.blocks[0].layer.weight
+
+
+def tie_block_and_head(model):
+    model.head.weight = model.blocks[1].layer.weight
+
+
+def tie_a_whole_module(model):
+    model.head = model.blocks[2].layer
+
+
+def repeat_a_block(model):
+    model.blocks[4] = model.blocks[1]
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("tie", [tie_two_blocks, tie_block_and_head, tie_a_whole_module, repeat_a_block])
+def test_what_blocks_share_is_there_for_each_of_them(tie, num_slots, resident):
+    """Tied between blocks, or to a module outside: the slot of one of them has other bytes when the other computes."""
+    model, x = Chain(), torch.randn(3, 8)
+    tie(model)
+
+    def run():
+        model.zero_grad()
+        output = model(x)
+        output.square().sum().backward()
+        return [output.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    expected, state = run(), copy.deepcopy(model.state_dict())
+    subject = Subject(model=model, blocks=list(model.blocks))
+    predicted = find_placement("offload", num_slots=num_slots, resident=resident).predict(subject, torch.device("cpu"))
+    stream = stream_blocks(model, list(model.blocks), "cpu", num_slots=num_slots, resident=resident, lane=LateLane())
+    assert stream.device_bytes == predicted.device
+    for _ in range(2):
+        assert all(torch.equal(left, right) for left, right in zip(run(), expected, strict=True))
+    stream.detach()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(left, right) for left, right in zip(run(), expected, strict=True))
+
+
+def test_running_statistics_are_not_lost_with_the_slot():
+    class Normed(Plain):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x):
+            return self.norm(super().forward(x))
+
+    model, x = Chain(block=Normed), torch.randn(16, 8)
+    twin = copy.deepcopy(model)
+    stream = stream_blocks(model, list(model.blocks), "cpu", lane=LateLane())
+    for _ in range(3):
+        assert torch.equal(model(x), twin(x))
+    stream.detach()
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+class Pair(nn.Module):
+    """Two results, the second computed last, so that backward begins with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, pair):
+        left, right = pair["pair"] if isinstance(pair, dict) else pair
+        left = torch.tanh(self.first(left + right))
+        return self.result(left, torch.tanh(self.second(left)))
+
+    def result(self, left, right):
+        return left, right
+
+
+class Named(Pair):
+    def result(self, left, right):
+        return {"note": None, "pair": [left, right]}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("block", [Pair, Named])
+def test_blocks_with_several_results(block, num_slots, train):
+    model = nn.Sequential(*[block() for _ in range(5)])
+    x = torch.randn(3, 8)
+
+    def run(stream=None):
+        model.zero_grad()
+        result = model((x, x))
+        (result["pair"] if isinstance(result, dict) else result)[1].square().sum().backward()
+        return {name: stream.gradients.of(p).clone() if stream else p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = run()
+    model.zero_grad()
+    stream = stream_blocks(model, list(model), "cpu", num_slots=num_slots, train=train, lane=LateLane())
+    found = run(stream if train else None)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("num_blocks", [1, 5])
+def test_a_parameter_without_a_gradient_holds_nobody_up(num_blocks):
+    """Of a part that this pass did not use; two places for gradients are taken in turn, and both have to come free."""
+
+    class Spare(Plain):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Linear(8, 8)
+
+    model, x = Chain(num_blocks, Spare), torch.randn(3, 8)
+    model(x).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    stream = stream_blocks(model, list(model.blocks), "cpu", train=True, lane=LateLane())
+
+    def three():
+        for _ in range(3):
+            model(x).square().sum().backward()
+
+    thread = threading.Thread(target=three, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    for name, parameter in model.blocks.named_parameters():
+        found = stream.gradients.of(parameter)
+        assert ("unused" in name) == (found is None)
+        if found is not None:
+            torch.testing.assert_close(found, 3 * expected[f"blocks.{name}"])
+
+
+def test_an_exception_in_the_middle_of_backward_leaves_it_usable():
+    class Fragile(torch.autograd.Function):
+        is_broken = False
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if Fragile.is_broken:
+                raise RuntimeError("boom")
+            return gradient
+
+    class Breaking(Plain):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.tanh(self.other(Fragile.apply(self.layer(x))))
+
+    model, x = Chain(block=Breaking), torch.randn(3, 8)
+    model(x).square().sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    stream = stream_blocks(model, list(model.blocks), "cpu", train=True, lane=LateLane())
+    for _ in range(3):
+        Fragile.is_broken = True
+        with pytest.raises(RuntimeError, match="boom"):
+            model(x).square().sum().backward()
+    Fragile.is_broken = False
+    stream.gradients.clear()
+    thread = threading.Thread(target=lambda: model(x).square().sum().backward(), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    for name, parameter in model.blocks.named_parameters():
+        torch.testing.assert_close(stream.gradients.of(parameter), expected[f"blocks.{name}"])
+
+
+@pytest.mark.parametrize("options", [{"num_slots": 0}, {"resident": -1}])
+def test_no_slot_is_refused(model, options):
+    with pytest.raises(UsageError, match="not possible"):
+        stream_blocks(model, list(model.blocks), "cpu", **options)
 
 
 def gradients(model, inputs):
@@ -414,6 +620,31 @@ def test_8_bit_storage_halves_the_bytes_and_says_its_error(model, inputs, num_sl
     assert stream.store.worst_error >= stream.store.relative_error
 
 
+def test_8_bit_storage_of_mixed_dtypes():
+    """Matrices in both 16-bit formats, and numbers of 16 bits that are no weights."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.brain = nn.Linear(16, 16).half(), nn.Linear(16, 16).bfloat16()
+            self.again = nn.Linear(16, 16).half()
+            self.register_buffer("order", torch.arange(256, dtype=torch.int16).view(2, 128))
+
+        def forward(self, x):
+            assert self.order.flatten().tolist() == list(range(256))
+            return self.again(self.brain(self.first(x.half()).bfloat16()).half()).float()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Mixed() for _ in range(4)]).requires_grad_(False)
+    x = torch.randn(5, 16)
+    expected = model(x)
+    stream = stream_blocks(model, list(model), "cpu", quantise=True, lane=LateLane())
+    for _ in range(2):
+        assert (model(x) - expected).norm() / expected.norm() < 0.02
+    stream.detach()
+    assert (model(x) - expected).norm() / expected.norm() < 0.02
+
+
 def test_gradients_flow_through_8_bit_storage(model, inputs):
     """To what stands in front of a frozen role, from the very weights that forward used."""
     model.to(torch.bfloat16).requires_grad_(False)
@@ -512,6 +743,25 @@ def test_a_file_that_shrinks_while_it_is_streamed_is_named(tiny_folder, tmp_path
     os.truncate(file, file.stat().st_size // 3)
     with pytest.raises(CheckpointError, match="ends inside tensor"):
         run(model, inputs)
+
+
+def test_a_disk_that_fails_once_is_asked_again(tiny_folder, inputs, monkeypatch):
+    stored = inspect_checkpoint(tiny_folder / "transformer")
+    expected = run(load_model(stored), inputs)
+    model = build_empty(stored.architecture, stored.config)
+    stream_blocks(
+        model,
+        list(model.blocks),
+        "cpu",
+        read=lambda key: stored.read_for(key, None),
+        locate=lambda key: stored.locate(key, None),
+    )
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "stale file handle")))
+        with pytest.raises(OSError, match="stale"):
+            run(model, inputs)
+    for _ in range(2):
+        assert torch.equal(run(model, inputs), expected)
 
 
 def test_blocks_on_disk_are_not_trained(model):
