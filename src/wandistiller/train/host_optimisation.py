@@ -151,6 +151,8 @@ class HostOptimisation:
         """Add a loss's gradients to those of the step; the last ones complete it."""
         assert self._stream.gradients is not None
         self._expected = self._backwards + 1 if is_last else 0
+        if self._backwards == 0:
+            self._forget()
         self._stream.gradients.stay = is_last and self._backwards == 0
         loss.backward()
         self._stream.gradients.wait()
@@ -161,12 +163,12 @@ class HostOptimisation:
         on_device = [parameter.grad for parameter in self._rest.parameters.values() if parameter.grad is not None]
         self._norms += [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in on_device]
         norm = float(torch.linalg.vector_norm(torch.stack(self._norms))) if self._norms else 0.0
-        self._norms.clear()
+        scale = 1.0 if self._clip is None else min(1.0, self._clip / (norm + 1e-6))
         if self._clip is not None:
-            scale = min(1.0, self._clip / (norm + 1e-6))
             for gradient in on_device:
                 gradient.mul_(scale)
-            for position, block in enumerate(self._blocks):
+        for position, block in enumerate(self._blocks):
+            if block.gradients:  # with clipping all, else those with weights that have none
                 self._update(position, block, scale)
         self._rest.step(number)
         self._number, self._backwards = number + 1, 0
@@ -217,6 +219,14 @@ class HostOptimisation:
             flat[offset : offset + size].view(member.shape).copy_(values[member.name])
         return _Block(members, names, offsets, flat, *moments)
 
+    def _forget(self) -> None:
+        """Begin a step anew, also after one that broke off."""
+        self._norms.clear()
+        for block in self._blocks:
+            block.gradients, block.num_arrived = {}, 0
+        for parameter in self._rest.parameters.values():
+            parameter.grad = None
+
     def _see(self, parameter: Tensor, gradient: Tensor) -> None:
         """Measure a gradient that leaves the device, and leave alone what an update still reads where it will arrive."""
         assert self._stream.gradients is not None
@@ -239,10 +249,8 @@ class HostOptimisation:
         if not is_first:
             self._norms.append(torch.linalg.vector_norm(block.gradients[index]).to(self._stream.device))
         block.num_arrived += 1
-        if block.num_arrived == len(block.members):
-            block.num_arrived = 0
-            if self._clip is None:
-                self._update(position, block, 1.0)
+        if self._clip is None and block.num_arrived == len(block.members):
+            self._update(position, block, 1.0)
 
     def _add(self, total: Tensor, gradient: Tensor, *, is_first: bool) -> Tensor:
         """Add a gradient to a sum, before any update goes on: backward waits for the memory that it arrived in."""
@@ -263,11 +271,12 @@ class HostOptimisation:
         divisor = None if scale == 1.0 else torch.tensor(scale).reciprocal()
         adamw = AdamW(rate, self.options.betas, self.options.weight_decay, number, divisor)
         values = self._store.views_at_once(position)
+        arrived, block.gradients, block.num_arrived = block.gradients, {}, 0
 
         def update(index: int, room: Tensor) -> None:
-            parts = block.pieces[index]
+            parts = [part for part in block.pieces[index] if part.index in arrived]
             gradients = [room[part.in_room] for part in parts]
-            torch._foreach_copy_(gradients, [block.gradients[part.index].view(-1)[part.where] for part in parts])
+            torch._foreach_copy_(gradients, [arrived[part.index].view(-1)[part.where] for part in parts])
             masters = [part.master for part in parts]
             adamw.step(masters, gradients, [part.first_moment for part in parts], [part.second_moment for part in parts])
             weights = [values[block.members[part.index].name].view(-1)[part.where] for part in parts]

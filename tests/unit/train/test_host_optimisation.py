@@ -1,8 +1,11 @@
 """Updates on the host, beside forward or backward, against the ordinary optimiser on the same numbers."""
 
+import copy
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from torch import nn
 
 from wandistiller.errors import TrainingError, UsageError
 from wandistiller.memory.activations import apply_policy
@@ -86,6 +89,50 @@ def test_it_goes_on_to_the_bit(tiny_size, batches, clip_norm, accumulation):
     train(second, optimisation, batches, start=3, accumulation=accumulation)
     for name, value in second.state_dict().items():
         assert torch.equal(value, expected[name]), name
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, values):
+        return values + self.used(values).tanh()
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_weights_without_a_gradient_stay_and_a_step_that_broke_off_is_forgotten(clip_norm):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block(), nn.Linear(4, 4))
+    streamed = copy.deepcopy(plain)
+    stream = stream_blocks(streamed, list(streamed[:2]), CPU, train=True)
+    options = OptimiserOptions(rate=1e-2, weight_decay=0.1, clip_norm=clip_norm)
+    on_host = HostOptimisation(dict(streamed.named_parameters()), stream, options, "no", CPU)
+    ordinary, values = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1), torch.randn(3, 4)
+    for step in range(4):
+        if step == 2 and clip_norm:  # without, the blocks before the break have had their step
+            broken = streamed[2](streamed[1](Break.apply(streamed[0](values))))
+            with pytest.raises(RuntimeError, match="broke off"):
+                on_host.backward(broken.square().mean())
+        plain(values).square().mean().backward()
+        if clip_norm:
+            nn.utils.clip_grad_norm_(plain.parameters(), clip_norm)
+        ordinary.step()
+        ordinary.zero_grad()
+        on_host.backward(streamed(values).square().mean())
+        on_host.step(step)
+    for name, value in streamed.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], msg=name)
+
+
+class Break(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("it broke off")
 
 
 def test_the_state_of_another_placement_is_refused(tiny_size):
