@@ -33,7 +33,7 @@ def large_checkpoint(tmp_path_factory):
         shapes = {key: tuple(value.shape) for key, value in WanTransformer3DModel(**LARGE).state_dict().items()}
     path = folder / "model.safetensors"
     # A file of holes would cost no memory to read; these bytes are real.
-    planned = [Planned(key, torch.float32, shape, lambda shape=shape: torch.rand(shape)) for key, shape in shapes.items()]
+    planned = [Planned(key, torch.float32, shape, lambda shape=shape: torch.full(shape, 0.5)) for key, shape in shapes.items()]
     write_safetensors(path, planned)
     assert path.stat().st_size > 2e9
     yield path

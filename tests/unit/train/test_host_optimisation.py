@@ -56,9 +56,7 @@ def train(model, optimisation, batches, start=0, steps=6, accumulation=2):
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05, 100.0])
-@pytest.mark.parametrize("policy", [None, "full"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("piece", [None, 100])
+@pytest.mark.parametrize(("policy", "accumulation", "piece"), [(None, 1, 100), (None, 2, 100), ("full", 1, None)])
 def test_it_is_the_ordinary_optimiser(tiny_size, batches, clip_norm, policy, accumulation, piece, monkeypatch):
     if piece is not None:  # most members are several pieces then, and some pieces several members
         monkeypatch.setattr("wandistiller.memory.host_threads.PIECE", piece)
