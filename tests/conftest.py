@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # giving memory back looks at what tests have made, not at everything that was imported
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ A process that has computed has threads, of autograd and of CUDA's libraries, wh
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -63,6 +64,7 @@ def _be(
     os.environ |= environment
     os.chdir(folder)
     torch.set_num_threads(1)  # several of them run on two cores
+    gc.freeze()  # what was imported is not looked through again and again
     try:
         function(*arguments)
     except SystemExit as done:

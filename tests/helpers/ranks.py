@@ -13,6 +13,8 @@ from typing import Any
 
 from helpers.processes import start
 
+from wandistiller.train import runs
+
 
 def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, folder: Path, timeout: float = 300) -> None:
     """Call ``function`` of a test's file on each rank; raise with what a rank printed if one fails or does not end in time."""
@@ -51,6 +53,8 @@ def _log(folder: Path, rank: int) -> Path:
 def _be_rank(rank: int, count: int, port: int, file: str, name: str, arguments: tuple[Any, ...]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": f"test-{port}"}
+    # What a run will take is foreseen in other tests; here that would take longer than the run.
+    runs.forecast = lambda *arguments, **options: None  # type: ignore[assignment]
     # By its file: what pytest calls its module is not to be imported elsewhere.
     spec = importlib.util.spec_from_file_location("ranked", file)
     assert spec is not None and spec.loader is not None
