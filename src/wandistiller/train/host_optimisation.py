@@ -232,8 +232,8 @@ class HostOptimisation:
         assert self._stream.gradients is not None
         if self._stream.gradients.stay:
             self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-            if (before := self._updates.get(self._places[id(parameter)][0])) is not None:
-                before.wait()
+        if (before := self._updates.get(self._places[id(parameter)][0])) is not None:
+            before.wait()
 
     def _arrive(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take a gradient in; called on the thread that gradients arrive on."""
@@ -243,7 +243,7 @@ class HostOptimisation:
         if is_complete and is_first:
             block.gradients[index] = gradient
         else:
-            block.gradients[index] = self._add(block.sum_of(index), gradient, is_first=is_first)
+            block.gradients[index] = self._add(block.sum_of(index), gradient, is_first=index not in block.gradients)
         if not is_complete:
             return
         if not is_first:
