@@ -167,7 +167,8 @@ class SampleConfig(CommandConfig):
             raise UsageError("--eight-bit goes with --placement offload.", fix="Give both.")
         if self.max_memory and self.placement not in ("balanced", "sequential"):
             raise UsageError("--max-memory goes with --placement balanced or sequential.", fix="Choose one of these.")
-        parse_resident(self.resident, "--resident")
+        if parse_resident(self.resident, "--resident") != "auto" and self.placement_name not in ("offload", "auto"):
+            raise UsageError("--resident goes with --placement offload.", fix="Give both, or leave --resident away.")
         parse_limits(self.max_memory, "--max-memory")
 
     def _check_sources(self) -> None:

@@ -57,6 +57,7 @@ def _saved(now: Phase, other: Phase, kind: str) -> Bytes:
 
 def _ways(job: Job, failure: Failure) -> Iterator[Way]:
     config, is_card = job.config, job.device.type != "cpu"
+    unstreamed = {} if config.resident == "auto" else {"resident": "auto"}
     if failure.role == "vae":
         yield from _vae_ways(job)
         return
@@ -65,12 +66,12 @@ def _ways(job: Job, failure: Failure) -> Iterator[Way]:
             yield {"placement": "offload"}, "weights in host memory"
         if job.dtype.itemsize == 4:
             yield {"dtype": "bfloat16"}, ""
-        yield {"placement": "cpu"}, "the CPU computes"
+        yield {"placement": "cpu", **unstreamed}, "the CPU computes"
     if failure.kind == "host":
         if config.placement_name == "offload" and not config.eight_bit:
             yield {"eight_bit": True}, "at a small error"
         if config.placement_name != "disk" and is_card:
-            yield {"placement": "disk"}, "read from disk in every step"
+            yield {"placement": "disk", **unstreamed}, "read from disk in every step"
     if failure.role == "transformer" and failure.kind == "device" and config.batch_size > 1:
         yield {"batch_size": config.batch_size // 2}, "and run it again with another seed"
 
@@ -96,7 +97,7 @@ def placement_options(job: Job) -> dict[str, Any]:
 
 def with_placement(job: Job, choice: Choice) -> Job:
     """Return a job whose weights are where ``auto`` has chosen."""
-    stays = str(getattr(choice.placement, "resident", job.config.resident))
+    stays = str(getattr(choice.placement, "resident", "auto"))
     chosen: dict[str, Any] = {"placement": choice.name, "resident": stays}
     return replace(job, config=replace(job.config, **chosen))
 
