@@ -309,7 +309,7 @@ def main() -> None:
             )
             arguments.output.mkdir(parents=True, exist_ok=True)
             facts = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
-            rates = {"bus_gb_per_second": hardware.bus_rate / 1e9, "host_gb_per_second": hardware.host_rate / 1e9}
+            rates = {"bus_gb_per_second": hardware.bus_rate / 1e9, "host_gb_per_second": hardware.update_rate / 1e9}
             file.write_text(json.dumps({**facts, **rates, "failed": failed, "rows": rows}, indent=1) + "\n")
     within = sum(row["is_memory_within"] for row in rows), sum(row["is_time_within"] for row in rows)
     print(f"{len(rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}")

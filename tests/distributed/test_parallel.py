@@ -160,6 +160,8 @@ def test_a_command_under_torchrun(tmp_path):
     (tmp_path / "job.py").write_text(COMMAND)
     done = torchrun(tmp_path / "job.py", tmp_path)
     assert "2 ranks cannot be split into groups of 3" in done.stderr, done.stderr
+    # Elsewhere ranks do not foresee what they take.
+    assert "of each of 2 ranks" in done.stdout + done.stderr and json.loads((tmp_path / "two" / "plan.json").read_text())
     assert "FSDP2-wrapped" not in done.stderr and "torch.distributed is disabled" not in done.stderr
     options = {**SIZE, "num_steps": 3, "batch_size": 2, "mixed_precision": "bf16", "dataset_path": "world:8:1x32x32"}
     distill(teacher_path="tiny-random", frames=(1,), **options, output_dir=tmp_path / "one")

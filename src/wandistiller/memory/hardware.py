@@ -64,12 +64,19 @@ class Hardware:
     bus_rate: float = 25e9
     """Bytes a second from page-locked host memory to a card, and back at the same time."""
     disk_rate: float = 2e9
-    host_rate: float = 40e9
-    """Bytes a second that an optimiser in host memory reads and writes."""
+    host_rate: float | None = 40e9
+    """Bytes a second that an optimiser in host memory reads and writes; None to measure it here, where one is asked about."""
     host_flops: float = 2e11
     """Operations a second of the CPU."""
     network_rate: float = 10e9
     """Bytes a second between machines, for each card."""
+
+    @property
+    def update_rate(self) -> float:
+        """Bytes a second that an optimiser in host memory reads and writes."""
+        from wandistiller.memory.rates import update_rate
+
+        return update_rate() if self.host_rate is None else self.host_rate
 
     @property
     def num_ranks(self) -> int:
@@ -156,13 +163,13 @@ def detect(*, measures: bool = True) -> Hardware:
     Without ``measures`` nothing is tried, for when there is no memory to try it in: what is not known is as usual.
     """
     from wandistiller.memory.monitor import device_memory
-    from wandistiller.memory.rates import copy_rate, matmul_rate, update_rate
+    from wandistiller.memory.rates import copy_rate, matmul_rate
 
     cpu = matmul_rate(torch.device("cpu"), torch.float32) if measures else 2e11
-    update = update_rate() if measures else 40e9
+    rate = None if measures else 40e9
     host = available_host_memory()
     if not torch.cuda.is_available():
-        return Hardware(card=None, num_cards=0, host_memory=host, host_flops=cpu, host_rate=update)
+        return Hardware(card=None, num_cards=0, host_memory=host, host_flops=cpu, host_rate=rate)
     device = torch.device("cuda", torch.cuda.current_device())
     memory = device_memory(device)
     name = torch.cuda.get_device_name(device)
@@ -180,7 +187,7 @@ def detect(*, measures: bool = True) -> Hardware:
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
         host_flops=cpu,
-        host_rate=update,
+        host_rate=rate,
     )
 
 

@@ -193,10 +193,10 @@ class Training:
         time = placed.total * self.accumulation
         count = sum(each.numel() for each in student.trained)
         if self.is_on_host:
-            update = count * UPDATE_TRAFFIC / hardware.host_rate
+            update = count * UPDATE_TRAFFIC / hardware.update_rate
             time = placed.total * (self.accumulation - 1) + updated_on_host(placed, update, clips=self.clips)
         elif self._computes_on_host(hardware):
-            time += count * _UPDATE_TRAFFIC / hardware.host_rate
+            time += count * _UPDATE_TRAFFIC / hardware.update_rate
         elif hardware.card is not None:
             time += count * _UPDATE_TRAFFIC / hardware.card.bandwidth / self.slices(hardware)
         time = max(time, self.exchange_seconds(hardware))

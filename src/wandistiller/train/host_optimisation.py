@@ -76,7 +76,7 @@ class _Block:
             self.sums[index] = torch.empty(self.members[index].shape)
         return self.sums[index]
 
-    def piece(self, flat: Tensor, index: int) -> Tensor:
+    def of_member(self, flat: Tensor, index: int) -> Tensor:
         """Return a member's part of a flat tensor, in the member's shape."""
         member = self.members[index]
         start = self.offsets[index]
@@ -191,7 +191,7 @@ class HostOptimisation:
         tensors = {f"rest.{name}": tensor for name, tensor in tensors.items()}
         for block in self._blocks:
             for kind, flat in block.state.items():
-                tensors |= {f"{kind}.{name}": block.piece(flat, index) for index, name in enumerate(block.names)}
+                tensors |= {f"{kind}.{name}": block.of_member(flat, index) for index, name in enumerate(block.names)}
         return tensors, {"flags": _FLAGS, "rest": facts, "number": self._number}
 
     def like(self, key: str) -> Tensor | None:
@@ -208,7 +208,7 @@ class HostOptimisation:
             block.num_steps = self._number
             for kind, flat in block.state.items():
                 for index, name in enumerate(block.names):
-                    block.piece(flat, index).copy_(tensors[f"{kind}.{name}"])
+                    block.of_member(flat, index).copy_(tensors[f"{kind}.{name}"])
 
     def _make_block(self, position: int, members: list[Member], names: list[str]) -> _Block:
         sizes = [member.shape.numel() for member in members]

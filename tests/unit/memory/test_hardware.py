@@ -8,7 +8,7 @@ import torch
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.durations import step_seconds, streamed
-from wandistiller.memory.hardware import CARDS, H200, Hardware, described, find_card
+from wandistiller.memory.hardware import CARDS, H200, Hardware, described, detect, find_card
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Training
 from wandistiller.models.sizes import SIZES
@@ -112,3 +112,9 @@ def test_ranks_keep_slices_and_exchange_what_a_ring_passes():
     assert whole.exchange == pytest.approx(passed["ddp"] * 3 / 4 / machine.card.link_rate)
     sizes = [{item.kind: item.size for item in phase.items if item.where == "device"} for phase in (whole, slices)]
     assert sizes[1]["optimiser"] < sizes[0]["optimiser"] / 2 and sizes[1]["weights"] < sizes[0]["weights"] / 2
+
+
+def test_the_hosts_rate_is_measured_where_it_is_asked_for():
+    assert detect(measures=False).update_rate == 40e9
+    here = detect()
+    assert here.host_rate is None and here.update_rate > 1e8

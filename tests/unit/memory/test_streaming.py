@@ -700,6 +700,13 @@ def test_a_streamed_model_is_not_copied_by_mistake(model):
     copy.deepcopy(model)
 
 
+def from_files(stored, dtype=None, **options):
+    """Return a model whose blocks come from a checkpoint's files as they are needed, and its stream."""
+    model = build_empty(stored.architecture, stored.config, dtype=dtype)
+    read, locate = (lambda key: stored.read_for(key, dtype)), (lambda key: stored.locate(key, dtype))
+    return model, stream_blocks(model, list(model.blocks), "cpu", read=read, locate=locate, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dialect", ["diffusers", "comfyui"])
 @pytest.mark.parametrize("lane", [ImmediateLane, LateLane])
@@ -712,15 +719,7 @@ def test_blocks_straight_from_the_users_files(tiny_folder, tmp_path, inputs, dty
     stored = inspect_checkpoint(path)
     inputs = tuple(tensor.to(dtype) for tensor in inputs)
     expected = run(load_model(stored, dtype=dtype), inputs)
-    model = build_empty(stored.architecture, stored.config, dtype=dtype)
-    stream = stream_blocks(
-        model,
-        list(model.blocks),
-        "cpu",
-        read=lambda key: stored.read_for(key, dtype),
-        locate=lambda key: stored.locate(key, dtype),
-        lane=lane(),
-    )
+    model, stream = from_files(stored, dtype, lane=lane())
     for _ in range(4):
         assert torch.equal(run(model, inputs), expected)
     assert stream.store.host_bytes == 4 * max(layout.num_bytes for layout in stream.layouts)
@@ -731,14 +730,7 @@ def test_blocks_straight_from_the_users_files(tiny_folder, tmp_path, inputs, dty
 def test_a_file_that_shrinks_while_it_is_streamed_is_named(tiny_folder, tmp_path, inputs):
     shutil.copytree(tiny_folder / "transformer", tmp_path / "t")
     stored = inspect_checkpoint(tmp_path / "t")
-    model = build_empty(stored.architecture, stored.config)
-    stream_blocks(
-        model,
-        list(model.blocks),
-        "cpu",
-        read=lambda key: stored.read_for(key, None),
-        locate=lambda key: stored.locate(key, None),
-    )
+    model, _ = from_files(stored)
     file = tmp_path / "t" / "diffusion_pytorch_model.safetensors"
     os.truncate(file, file.stat().st_size // 3)
     with pytest.raises(CheckpointError, match="ends inside tensor"):
@@ -748,14 +740,7 @@ def test_a_file_that_shrinks_while_it_is_streamed_is_named(tiny_folder, tmp_path
 def test_a_disk_that_fails_once_is_asked_again(tiny_folder, inputs, monkeypatch):
     stored = inspect_checkpoint(tiny_folder / "transformer")
     expected = run(load_model(stored), inputs)
-    model = build_empty(stored.architecture, stored.config)
-    stream_blocks(
-        model,
-        list(model.blocks),
-        "cpu",
-        read=lambda key: stored.read_for(key, None),
-        locate=lambda key: stored.locate(key, None),
-    )
+    model, _ = from_files(stored)
     with monkeypatch.context() as broken:
         broken.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "stale file handle")))
         with pytest.raises(OSError, match="stale"):
