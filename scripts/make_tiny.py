@@ -2,7 +2,7 @@
 
     python scripts/make_tiny.py --output runs/tiny --graphs --install
 
-takes about twenty minutes on a data-centre GPU. It trains the VAE, on pictures and clips and then mostly on clips, encodes the
+takes seventeen minutes on a data-centre GPU. It trains the VAE, on pictures and clips and then mostly on clips, encodes the
 world, trains the transformer, and leaves in the output folder the pipeline with weights in 16 bits (``pipeline``), the metrics
 of all trainings, and the commands that were run with their times (``commands.txt``). The text encoder is made by hand and needs
 no training (see ``models/tiny.py``). ``--install`` puts all of that into the package, where ``--model tiny`` finds it; with an
@@ -42,15 +42,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/tiny"), help="folder for everything")
     parser.add_argument("--vae-steps", type=int, default=6000, help="steps on pictures and clips")
-    parser.add_argument("--clip-steps", type=int, default=4000, help="steps mostly on clips after that; 0 for none")
+    parser.add_argument("--clip-steps", type=int, default=3600, help="steps mostly on clips after that; 0 for none")
     parser.add_argument("--vae-batch", type=int, default=32)
     parser.add_argument("--vae", type=Path, help="a VAE to go on from, instead of the first of these")
-    parser.add_argument("--steps", type=int, default=12000, help="steps of the transformer")
+    parser.add_argument("--steps", type=int, default=5000, help="steps of the transformer")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rate", default="1e-3", help="learning rate of the transformer")
-    parser.add_argument("--samples", type=int, default=20000, help="captioned pictures and clips to train it on")
-    parser.add_argument("--encoders", type=int, default=4, help="processes that encode at once")
-    parser.add_argument("--workers", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=10000, help="captioned pictures and clips to train it on")
+    parser.add_argument("--encoders", type=int, default=6, help="processes that encode at once")
+    parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--graphs", action="store_true", help="replay recorded computations; needs a CUDA device")
     parser.add_argument("--install", action="store_true", help="put the result into the package, for --model tiny")
@@ -141,7 +141,7 @@ def train_transformer(arguments: argparse.Namespace, run: Commands, learner: Pat
     run(
         ["train", "--model", str(learner), "--from_scratch", "--dataset_path", data, "--cache_dir", str(output / "cache")],
         ["--held_out", held_out, "--judge_samples", "256", "--output_dir", str(output / "train"), *common(arguments)],
-        [*training(arguments, arguments.steps, 8), "--learning_rate", arguments.rate, "--warmup_steps", "500"],
+        [*training(arguments, arguments.steps, 4), "--learning_rate", arguments.rate, "--warmup_steps", "500"],
         ["--batch_size", str(arguments.batch), "--beta2", "0.99", "--sigma_shift", "3", "--seed", "0"],
     )
 
