@@ -128,7 +128,7 @@ def training() -> Iterator[tuple[str, Work]]:
     )
     pixels = PixelDecoder(dict(SIZES["wan2.1-1.3b"].vae), is_checkpointed=True)
     yield "1.3b image, full, pixel loss", Training(student=trained("wan2.1-1.3b", IMAGE, policy="full", pixels=pixels))
-    yield "1.3b image x4, recorded", Training(student=trained("wan2.1-1.3b", IMAGE, 4), is_recorded=True)
+    yield "1.3b image x4, recorded", Training(student=trained("wan2.1-1.3b", IMAGE, 4), recordings=1.0)
     yield "14b image, LoRA, full, offload", Training(student=adapted("wan2.1-14b", IMAGE, policy="full"), placing=offload)
 
 
@@ -184,7 +184,7 @@ def small(name: str, work: Work) -> Work | None:
 
     if isinstance(work, Training):
         teacher = None if work.teacher is None else shrink(work.teacher)
-        return replace(work, student=shrink(work.student).changed(pixels=None), teacher=teacher, is_recorded=False)
+        return replace(work, student=shrink(work.student).changed(pixels=None), teacher=teacher, recordings=0.0)
     return replace(work, use=shrink(work.use)) if isinstance(work, Passes) else None
 
 

@@ -48,7 +48,7 @@ class AllocatorModel:
         self._is_expandable = is_expandable
         self._ends: dict[bool, _Block] = {}
         """Of expandable segments: the last block."""
-        self.reserved = 0
+        self.reserved = self.peak_reserved = 0
         self.allocated = self.peak_allocated = 0
         self._num_segments = 0
         self._free: dict[bool, list[tuple[tuple[int, int, int], _Block]]] = {True: [], False: []}
@@ -72,6 +72,7 @@ class AllocatorModel:
             self._put(rest, is_small)
         self._used[key] = (block, is_small)
         self.allocated += block.size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: Hashable) -> None:
@@ -87,6 +88,20 @@ class AllocatorModel:
         if self._is_expandable and block.after is None:
             self._ends[is_small] = block
         self._put(block, is_small)
+
+    def release(self) -> None:
+        """Give back to the driver what nothing uses, as ``torch.cuda.empty_cache`` does: whole segments, or a segment's end."""
+        for is_small, pool in self._free.items():
+            for _, block in list(pool):
+                if block.after is not None or (block.before is not None and not self._is_expandable):
+                    continue
+                self._remove(block, is_small)
+                self.reserved -= block.size
+                if self._is_expandable and block.before is not None:
+                    block.before.after = None
+                    self._ends[is_small] = block.before
+                elif self._is_expandable:
+                    del self._ends[is_small]
 
     def size(self, key: Hashable) -> int:
         """Return what a tensor takes, rounded as the allocator rounds."""

@@ -48,8 +48,8 @@ class Scene:
 
     @property
     def reserved(self) -> Bytes:
-        """What the process has taken of the device so far."""
-        return Bytes(self._allocator.reserved)
+        """The most that the process has held of the device so far."""
+        return Bytes(self._allocator.peak_reserved)
 
     @property
     def allocated(self) -> Bytes:
@@ -96,6 +96,10 @@ class Scene:
                         allocator.free(key)
         left = {key: life.num_bytes for key, life in lives.items() if life.end == _NEVER}
         return Played(Bytes(peak), Bytes(kept), left, _kinds(lives.values(), worst, backward, peak - before))
+
+    def release(self) -> None:
+        """Give back to the device what nothing uses."""
+        self._allocator.release()
 
     def drop(self, played: Played) -> None:
         """Let go of what a step left."""

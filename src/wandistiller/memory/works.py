@@ -91,8 +91,8 @@ class Training:
     accumulation: int = 1
     clips: bool = True
     """Whether gradients are clipped, so that an update waits for all of them."""
-    is_recorded: bool = False
-    """Whether the step is recorded once and then replayed."""
+    recordings: float = 0.0
+    """Shapes of batches for which the step is recorded once and then replayed, each counted by its share of the largest."""
     teacher: Use | None = None
     teacher_placing: Placing = field(default_factory=Placing)
     teacher_passes: int = 1
@@ -138,7 +138,7 @@ class Training:
             scene.hold(student.name, "exchanged gradients", _cut(gradients, slices))
         scene.hold("", "batch", _batch_bytes(student))
         if self.is_recorded:
-            self._record(scene)
+            self._record(stage)
         if student.to_host:
             stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
         for step in range(2):
@@ -146,12 +146,13 @@ class Training:
                 for _ in range(self.teacher_passes):
                     scene.drop(stage.play(self.teacher))
             scene.hold(student.name, "matched features", self._feature_bytes)
-            played = stage.play(student)
+            played = None if self.is_recorded else stage.play(student)
             scene.let_go(student.name, "matched features")
             scratch = [*self.optimiser.gradients(stepped), *self.optimiser.scratch(stepped)]
             scene.hold(student.name, "update", _cut(scratch, slices))
             stage.note(student.name, played)
-            scene.drop(played)
+            if played is not None:
+                scene.drop(played)
             if step == 0:
                 scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
             scene.let_go(student.name, "update")
@@ -160,12 +161,20 @@ class Training:
         found = stage.finished(self.seconds(hardware), num_steps)
         return replace(found, exchange=self.exchange_seconds(hardware), work=self)
 
-    def _record(self, scene: Scene) -> None:
-        """Hold what a recorded step keeps: gradients that stay where they are, and a pool of its own for all that it makes."""
-        pool = Scene()
-        pool.play(self.student.tape, self.student.repeats)
-        scene.hold(self.student.name, "recorded step", [pool.reserved])
-        scene.hold(self.student.name, "added gradients", [each.nbytes for each in self._stepped])
+    def _record(self, stage: Stage) -> None:
+        """Try a step out and give back what it took; then hold what its recording keeps: gradients that stay where they are,
+        and memory of its own for all that it makes."""
+        scene, student = stage.scene, self.student
+        scene.hold(student.name, "added gradients", [each.nbytes for each in self._stepped])
+        scene.drop(stage.play(student))
+        scene.release()
+        recording = Scene()
+        recording.play(student.tape, student.repeats)
+        scene.hold(student.name, "recorded step", [round(recording.reserved * self.recordings)])
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.recordings > 0
 
     def with_teacher(self, placing: Placing) -> Training:
         """Return the same with the teacher elsewhere."""

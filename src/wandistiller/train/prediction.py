@@ -45,6 +45,16 @@ def planned_pixels(config: TransformerTrainingConfig | TrainVaeConfig, vae: Mapp
     return largest_bucket(buckets).shape
 
 
+def _recordings(config: TransformerTrainingConfig, vae: Mapping[str, Any]) -> float:
+    """Return how many shapes of batches --cuda-graphs may have to record, pictures too, by their share of the largest."""
+    if not config.cuda_graphs:
+        return 0.0
+    buckets = plan_buckets(vae, config.width, config.height, config.frames, config.max_aspect)
+    shapes = {bucket.shape for bucket in buckets} | {replace(bucket, frames=1).shape for bucket in buckets}
+    latents = [math.prod(latent_shape(vae, shape)) for shape in shapes]
+    return sum(latents) / max(latents)
+
+
 def predict_train(config: TrainConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train`` takes."""
     work = train_work(config, shapes, hardware, planned_pixels(config, shapes.vae))
@@ -82,7 +92,7 @@ def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: 
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
         clips=config.clip_norm > 0,
-        is_recorded=config.cuda_graphs,
+        recordings=_recordings(config, shapes.vae),
         drawing=_drawing(config, shapes, student),
         parallel=config.parallel,
         shard_size=config.shard_size,
@@ -161,7 +171,7 @@ def distill_work(
         averages=config.use_ema,
         accumulation=config.gradient_accumulation,
         clips=config.clip_norm > 0,
-        is_recorded=config.cuda_graphs,
+        recordings=_recordings(config, shapes.vae),
         drawing=_drawing(config, shapes, use),
         parallel=config.parallel,
         shard_size=config.shard_size,

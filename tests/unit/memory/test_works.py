@@ -7,6 +7,7 @@ from wandistiller.memory.durations import Seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import described
+from wandistiller.memory.scene import Scene
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Drawing, Passes, Training, foreseen_placing
@@ -33,15 +34,25 @@ def sizes(phase, where="device"):
         Training(student=TRAINED.changed(dtype=torch.bfloat16), accumulation=2),
         Training(student=ADAPTED, placing=Placing(name="offload")),
         Training(student=TRAINED, teacher=USE.changed(name="teacher"), matches_features=True),
+        Training(student=TRAINED, recordings=1.5),
         Passes(use=USE, held=(64,)),
     ],
-    ids=["full", "masters", "adapters", "distilled", "passes"],
+    ids=["full", "masters", "adapters", "distilled", "recorded", "passes"],
 )
 def test_what_is_there_at_the_worst_moment_adds_up(work):
     phase = work.phase(CARD)
     device = [item for item in phase.items if item.where == "device"]
     assert sum(item.at_peak for item in device) == phase.peak <= phase.reserved
     assert all(0 <= item.at_peak <= item.size for item in device)
+
+
+def test_a_recording_takes_what_a_step_makes_and_its_trial_gives_back():
+    alone = Scene()
+    alone.play(TRAINED.tape, TRAINED.repeats)
+    once, twice = (Training(student=TRAINED, recordings=count).phase(CARD) for count in (1.0, 2.0))
+    assert sizes(once)[("student", "recorded step")] == alone.reserved
+    assert twice.reserved - once.reserved == pytest.approx(alone.reserved, abs=2 * 2**20)
+    assert once.reserved < Training(student=TRAINED).phase(CARD).reserved + 2 * WEIGHTS, "not a second time beside it"
 
 
 def test_adapters_that_the_cpu_trains_are_in_host_memory():
