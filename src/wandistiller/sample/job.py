@@ -149,13 +149,7 @@ def prepare(config: SampleConfig) -> Job:
     ranks = read_ranks()
     check_ranks(config, ranks)
     device = find_device(rank_device(config.device, ranks))
-    pipeline = find_pipeline(config.model, _parts(config)) if config.model else None
-    if pipeline is not None and config.cond is None and "text_encoder" not in pipeline.parts:
-        raise UsageError(
-            f"{config.model} has no text encoder that can be read.",
-            why="original Wan folders keep theirs in another form.",
-            fix="Encode the prompt with a diffusers pipeline's text encoder and give the file as --cond; see docs/sample.md.",
-        )
+    pipeline = _find_pipeline(config)
     transformers = _find_transformers(config, pipeline)
     first = transformers[0].config
     size = _nearest_size(transformers)
@@ -168,19 +162,10 @@ def prepare(config: SampleConfig) -> Job:
     if config.image is not None:
         _check_image_parts(config, inputs, pipeline, vae)
     adapter = _find_adapter(pipeline, first["out_channels"])
-    drawn = adapter.teacher_channels if adapter is not None else first["out_channels"]
-    if vae is not None and vae.config["z_dim"] != drawn:
-        raise UsageError(
-            f"The VAE has {vae.config['z_dim']} latent channels, the transformer draws {drawn}.",
-            fix="Use the VAE that belongs to the model: 16 channels for Wan 2.1 and A14B, 48 for the 5B.",
-        )
+    _check_channels(vae, adapter.teacher_channels if adapter is not None else first["out_channels"])
     geometry = _find_geometry(config, usual, vae, pipeline, first)
     solver = config.solver if config.solver != "auto" else (pipeline.solver if pipeline else "unipc")
     shift = config.sigma_shift or (pipeline.shift if pipeline else None) or usual.shift
-    scale = config.cfg_scale if config.cfg_scale is not None else usual.guidance
-    scale_2 = config.cfg_scale_2
-    if scale_2 is None:
-        scale_2 = size.guidance_2 if size and size.guidance_2 is not None and config.cfg_scale is None else scale
     prompts = _read_prompts(config, first["text_dim"])
     check_prompts(config, len(prompts), ranks)
     job = Job(
@@ -193,7 +178,7 @@ def prepare(config: SampleConfig) -> Job:
         geometry=geometry,
         schedule=SOLVERS[solver].schedule(config.steps, shift),
         solver=solver,
-        guidance=(scale, scale_2),
+        guidance=_find_guidance(config, usual, size),
         boundary=_find_boundary(config, pipeline, size, len(transformers)),
         prompts=prompts,
         numbers=range(len(prompts)),
@@ -203,15 +188,48 @@ def prepare(config: SampleConfig) -> Job:
         adapter=adapter,
         max_text_tokens=read_text_limit(pipeline.folder) if pipeline is not None and not config.checkpoint else TEXT_TOKENS,
     )
-    if config.cfg_scale_2 is not None and len(transformers) == 1:
+    _check_guidance(job)
+    return job
+
+
+def _find_pipeline(config: SampleConfig) -> Pipeline | None:
+    """Return the pipeline that ``--model`` names, with a text encoder if prompts are to be encoded."""
+    pipeline = find_pipeline(config.model, _parts(config)) if config.model else None
+    if pipeline is not None and config.cond is None and "text_encoder" not in pipeline.parts:
+        raise UsageError(
+            f"{config.model} has no text encoder that can be read.",
+            why="original Wan folders keep theirs in another form.",
+            fix="Encode the prompt with a diffusers pipeline's text encoder and give the file as --cond; see docs/sample.md.",
+        )
+    return pipeline
+
+
+def _check_channels(vae: StoredModel | None, drawn: int) -> None:
+    if vae is not None and vae.config["z_dim"] != drawn:
+        raise UsageError(
+            f"The VAE has {vae.config['z_dim']} latent channels, the transformer draws {drawn}.",
+            fix="Use the VAE that belongs to the model: 16 channels for Wan 2.1 and A14B, 48 for the 5B.",
+        )
+
+
+def _find_guidance(config: SampleConfig, usual: Size, size: Size | None) -> tuple[float, float]:
+    """Return the scales of the two experts; the second's own is taken where the first's is."""
+    scale = config.cfg_scale if config.cfg_scale is not None else usual.guidance
+    if config.cfg_scale_2 is not None:
+        return scale, config.cfg_scale_2
+    return scale, size.guidance_2 if size and size.guidance_2 is not None and config.cfg_scale is None else scale
+
+
+def _check_guidance(job: Job) -> None:
+    config, num_experts = job.config, len(job.transformers)
+    if config.cfg_scale_2 is not None and num_experts == 1:
         raise UsageError("--cfg-scale-2 is for models of two experts.", fix="Leave it away, or give --checkpoint-2.")
     if job.needs_negative and config.cond is not None and config.uncond is None:
-        scales = " and ".join(f"{value:g}" for value in job.guidance[: len(transformers)])
+        scales = " and ".join(f"{value:g}" for value in job.guidance[:num_experts])
         raise UsageError(
             f"Guidance of {scales} needs the embeddings of the negative prompt.",
             fix="Give them with --uncond, or switch guidance off with --cfg-scale 1 (and --cfg-scale-2 1).",
         )
-    return job
 
 
 def _check_image_parts(config: SampleConfig, inputs: ImageInputs, pipeline: Pipeline | None, vae: StoredModel | None) -> None:
