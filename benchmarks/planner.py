@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.memory.allocator_model import expandable_segments
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import margin
 from wandistiller.memory.hardware import H200, Hardware, detect
@@ -37,6 +38,8 @@ from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.units import Bytes
 
 GIB = 2**30
+Named = tuple[str, str, Work]
+"""A kind, a name, and what it is."""
 LORA = Adapters(32, ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"))
 # Latents: frames, height, width.
 IMAGE_5B, VIDEO_5B = (1, 44, 80), (31, 44, 80)
@@ -207,7 +210,7 @@ def predict(work: Work, hardware: Hardware) -> Predicted:
     return Predicted(phase.peak, phase.reserved, phase.total("page-locked"), phase.seconds, planning)
 
 
-def beforehand(file: Path, works: list[tuple[str, str, Work]], hardware: Hardware, workers: int) -> None:
+def beforehand(file: Path, works: list[Named], hardware: Hardware, workers: int) -> None:
     """Write down what is predicted, for a card of which only the name is known."""
     found: dict[str, Any] = {}
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -243,6 +246,71 @@ def row_of(kind: str, name: str, predicted: Predicted, measured: Measured) -> di
     }
 
 
+class Results:
+    """The table, which is printed and kept row by row: a run that is cut short has shown what it has."""
+
+    def __init__(self, file: Path, device: torch.device, hardware: Hardware) -> None:
+        self._file = file
+        self._facts = {
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "expandable_segments": expandable_segments(),
+            "bus_gb_per_second": hardware.bus_rate / 1e9,
+            "host_gb_per_second": hardware.update_rate / 1e9,
+        }
+        self._rows: list[dict[str, Any]] = []
+        self.failed: list[str] = []
+
+    def add(self, row: dict[str, Any], seconds: float) -> None:
+        self._rows.append(row)
+        print(
+            f"{row['job']:8} {row['what']:52} "
+            f"reserved {row['predicted_reserved_gib']:7.2f} / {row['measured_reserved_gib']:7.2f} "
+            f"in use {row['predicted_allocated_gib']:7.2f} / {row['measured_allocated_gib']:7.2f} GiB "
+            f"locked {row['predicted_page_locked_gib']:5.1f} / {row['measured_page_locked_gib']:5.1f} "
+            f"step {row['predicted_seconds']:8.3f} / {row['measured_seconds']:8.3f} s "
+            f"{'' if row['is_memory_within'] else 'MEMORY '}{'' if row['is_time_within'] else 'TIME '}({seconds:.0f} s)",
+            flush=True,
+        )
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps({**self._facts, "failed": self.failed, "rows": self._rows}, indent=1) + "\n")
+
+    def fail(self, kind: str, name: str, error: Exception) -> None:
+        self.failed.append(name)
+        print(f"{kind:8} {name:52} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+    def __str__(self) -> str:
+        within = sum(row["is_memory_within"] for row in self._rows), sum(row["is_time_within"] for row in self._rows)
+        return f"{len(self._rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}"
+
+
+def compare(works: list[Named], arguments: argparse.Namespace, device: torch.device, hardware: Hardware) -> Results:
+    """Measure one after the other, while other processes predict what nobody has predicted yet."""
+    name_of_kinds = "-" + "-".join(arguments.only) if len(arguments.only) < len(KINDS) else ""
+    results = Results(arguments.output / f"planner{name_of_kinds}.json", device, hardware)
+    known = [read_beforehand(arguments.against, *work) for work in works]
+    started = time.perf_counter()
+    with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
+        predictions = [
+            pool.submit(predict, work, hardware) if said is None else said
+            for (_, _, work), said in zip(works, known, strict=True)
+        ]
+        for (kind, name, work), prediction in zip(works, predictions, strict=True):
+            begun = time.perf_counter()
+            if begun - started > arguments.budget:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
+            try:
+                measured = try_out(work, device, num_steps=3)
+                said = prediction if isinstance(prediction, Predicted) else prediction.result()
+            except Exception as error:  # noqa: BLE001 - the others are still worth measuring
+                results.fail(kind, name, error)
+                continue
+            torch._dynamo.reset()
+            results.add(row_of(kind, name, said, measured), time.perf_counter() - begun)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
@@ -260,8 +328,6 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hardware = detect() if device.type == "cuda" else Hardware(card=H200, host_memory=Bytes(2**37))
     torch._dynamo.config.recompile_limit = 64
-    started, rows, failed = time.perf_counter(), [], list[str]()
-    file = arguments.output / f"planner{'-' + '-'.join(arguments.only) if len(arguments.only) < len(KINDS) else ''}.json"
     works = [
         (kind, name, found)
         for kind in arguments.only
@@ -270,51 +336,13 @@ def main() -> None:
         if (found := small(name, work) if arguments.small else work) is not None
     ]
     if arguments.predict is not None:
-        beforehand(
-            arguments.predict,
-            works,
-            replace(hardware, bus_rate=arguments.bus * 1e9, host_rate=arguments.host * 1e9),
-            arguments.workers,
-        )
+        rates = {"bus_rate": arguments.bus * 1e9, "host_rate": arguments.host * 1e9}
+        beforehand(arguments.predict, works, replace(hardware, **rates), arguments.workers)
         return
-    known = [read_beforehand(arguments.against, *work) for work in works]
-    with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
-        predictions = [
-            pool.submit(predict, work, hardware) if said is None else said
-            for (_, _, work), said in zip(works, known, strict=True)
-        ]
-        for (kind, name, work), prediction in zip(works, predictions, strict=True):
-            if time.perf_counter() - started > arguments.budget:
-                pool.shutdown(wait=False, cancel_futures=True)
-                break
-            begun = time.perf_counter()
-            try:
-                measured = try_out(work, device, num_steps=3)
-                said = prediction if isinstance(prediction, Predicted) else prediction.result()
-                row = row_of(kind, name, said, measured)
-            except Exception as error:  # noqa: BLE001 - the others are still worth measuring
-                print(f"{kind:8} {name:52} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                failed.append(name)
-                continue
-            torch._dynamo.reset()
-            rows.append(row)
-            print(
-                f"{kind:8} {name:52} reserved {row['predicted_reserved_gib']:7.2f} / {row['measured_reserved_gib']:7.2f} "
-                f"in use {row['predicted_allocated_gib']:7.2f} / {row['measured_allocated_gib']:7.2f} GiB "
-                f"locked {row['predicted_page_locked_gib']:5.1f} / {row['measured_page_locked_gib']:5.1f} "
-                f"step {row['predicted_seconds']:8.3f} / {row['measured_seconds']:8.3f} s "
-                f"{'' if row['is_memory_within'] else 'MEMORY '}{'' if row['is_time_within'] else 'TIME '}"
-                f"({time.perf_counter() - begun:.0f} s)",
-                flush=True,
-            )
-            arguments.output.mkdir(parents=True, exist_ok=True)
-            facts = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
-            rates = {"bus_gb_per_second": hardware.bus_rate / 1e9, "host_gb_per_second": hardware.update_rate / 1e9}
-            file.write_text(json.dumps({**facts, **rates, "failed": failed, "rows": rows}, indent=1) + "\n")
-    within = sum(row["is_memory_within"] for row in rows), sum(row["is_time_within"] for row in rows)
-    print(f"{len(rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}")
-    if failed:
-        sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
+    results = compare(works, arguments, device, hardware)
+    print(results)
+    if results.failed:
+        sys.exit(f"{len(results.failed)} failed: {'; '.join(results.failed)}")
 
 
 if __name__ == "__main__":
