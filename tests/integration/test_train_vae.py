@@ -33,7 +33,7 @@ def test_from_data_to_a_vae_that_everybody_loads(tmp_path, capfd):
     assert f"Step 2, held-out data: PSNR {done.quality['held_out/psnr']:.2f} dB, SSIM" in capfd.readouterr().err
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["bytes"] > 0
     picture = np.asarray(Image.open(tmp_path / "reconstructions" / "step-00000002.png"))
-    assert picture.shape == (64, 3 * 36, 3)
+    assert picture.shape == (256, 3 * 132, 3), "32x32, four times as large"
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "reconstruction" in line] == [1, 2]
     vae = AutoencoderKLWan.from_pretrained(done.output)

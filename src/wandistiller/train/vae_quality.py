@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from wandistiller.train.loop import Loop
 
 NUM_SHOWN = 8
+LEAST_SIDE = 128
+"""Pixels that a picture is enlarged to where it is shown."""
 _NAMES = ("psnr", "psnr_pictures", "psnr_clips", "ssim", "lpips", "marks", "marks_original")
 
 
@@ -116,12 +118,15 @@ def reconstruct(vae_pass: VaePass, pixels: Tensor, loop: Loop) -> Tensor:
 
 
 def side_by_side(pairs: list[tuple[Tensor, Tensor]]) -> np.ndarray:
-    """Return one picture (1, height, width, 3): originals above, reconstructions below; of clips first and last frame."""
+    """Return one picture (1, height, width, 3): originals above, reconstructions below; of clips the first frame, the one
+    in the middle and the last. Small ones are enlarged, so that people see them."""
     columns = []
     for pair in pairs:
         wanted, found = (to_bytes(each) for each in pair)
-        for frame in sorted({0, len(wanted) - 1}):
-            columns.append(np.concatenate([wanted[frame], found[frame]]))
+        scale = max(LEAST_SIDE // min(wanted.shape[1:3]), 1)
+        for frame in sorted({0, len(wanted) // 2, len(wanted) - 1}):
+            column = np.concatenate([wanted[frame], found[frame]])
+            columns.append(column.repeat(scale, axis=0).repeat(scale, axis=1))
     height = max(column.shape[0] for column in columns)
     padded = [np.pad(column, ((0, height - column.shape[0]), (0, 4), (0, 0))) for column in columns]
     return np.concatenate(padded, axis=1)[None]

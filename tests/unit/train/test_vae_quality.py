@@ -40,3 +40,12 @@ def test_the_judge_reads_reconstructions_and_originals(monkeypatch, tmp_path):
     assert written["held_out/marks"] == written["held_out/marks_original"] == 1.0
     written, _ = measure(monkeypatch, tmp_path, torch.zeros_like)
     assert written["held_out/marks"] < 0.5 < written["held_out/marks_original"]
+
+
+def test_what_is_shown_is_large_enough_and_has_the_middle_of_a_clip():
+    clip = torch.linspace(-1, 1, 5).view(1, 5, 1, 1).expand(3, 5, 32, 64)
+    picture = torch.zeros(3, 1, 200, 100)
+    shown = vae_quality.side_by_side([(clip, -clip), (picture, picture)])[0]
+    assert shown.shape == (400, 3 * (256 + 4) + 100 + 4, 3), "32x64 four times as large, 200x100 as it is"
+    firsts, lasts = shown[0, [0, 260, 520], 0].tolist(), shown[128, [0, 260, 520], 0].tolist()
+    assert firsts == [0, 128, 255] and lasts == [255, 128, 0]
