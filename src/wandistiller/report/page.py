@@ -118,7 +118,7 @@ def _duration(minutes: float) -> str:
 
 
 def _percent(share: float, whole: float) -> str:
-    return f"{share / whole:.0%}" if whole else "-"
+    return f"{share / whole:.1%}" if whole else "-"
 
 
 def _marks(content: Content) -> list[Markup]:
@@ -134,7 +134,7 @@ def _marks(content: Content) -> list[Markup]:
             for each in marks
         ]
         cells = [
-            tag("td", f"{share:.0%}", tag("small", f" {right} of {total}"))
+            tag("td", f"{share:.1%}", tag("small", f" {right} of {total}"))
             for share, (right, total) in zip(shares, counts, strict=True)
         ]
         if len(shares) == 2:

@@ -97,5 +97,5 @@ def _tell(target: Path, marks: Mapping[str, Marks]) -> None:
         say(f"The judge's marks of the {name} on {found.total.total()} attributes: {found}")
     if "student" in marks and marks["teacher"].overall:
         share = marks["student"].overall / marks["teacher"].overall
-        say(f"The student has {share:.0%} of the teacher's marks")
+        say(f"The student has {share:.1%} of the teacher's marks")
     say(f"Wrote {target}")

@@ -70,7 +70,7 @@ def test_marks_are_of_all_prompts_and_only_some_are_shown():
     assert missed > 0
     assert f"{total} of {total}<" in page
     assert f"{total - missed} of {total}<" in page
-    assert f"{(total - missed) / total:.0%}" in page
+    assert f"{(total - missed) / total:.1%}" in page
     assert "N = 12 captions" in page
     assert page.count("<article") == 8
     assert "4 more were drawn" in page
@@ -78,7 +78,7 @@ def test_marks_are_of_all_prompts_and_only_some_are_shown():
 
 def test_the_same_drawings_are_the_whole_of_the_teachers_marks():
     prompts, clips = drawings(3)
-    assert "<span>Quality</span><strong>100%</strong>" in build_page(content(prompts, clips, clips))
+    assert "<span>Quality</span><strong>100.0%</strong>" in build_page(content(prompts, clips, clips))
     blank = [np.zeros_like(clip) for clip in clips]
     assert "only" in build_page(content(prompts, blank, blank))  # a teacher that draws nothing is no measure
 
