@@ -37,6 +37,8 @@ def parse_plan(flags: Sequence[str], parse: Callable[[str, Sequence[str]], Any])
     stand_ins = {name: value for name, value in _STAND_INS[command].items() if getattr(job, name) in (None, ())}
     if command == "distill" and getattr(job, "data_path", None) is not None:
         stand_ins = {}
+    if command == "sample" and "output" not in given and (getattr(job, "frames", None) or 1) > 1:
+        stand_ins["output"] = Path("sample.mp4")
     return PlanRequest(command=command, job=dataclasses.replace(job, **stand_ins), given=given, options=options)
 
 

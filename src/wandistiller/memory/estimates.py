@@ -76,6 +76,11 @@ class Estimate:
         return max((phase.reserved for phase in self.phases), default=Bytes(0))
 
     @property
+    def in_use(self) -> Bytes:
+        """What tensors have of the device at the worst moment: with less than that nothing can run."""
+        return max((phase.peak for phase in self.phases), default=Bytes(0))
+
+    @property
     def host(self) -> Bytes:
         """Host memory of a machine, page-locked included."""
         return max(
@@ -95,7 +100,10 @@ class Estimate:
         """Say what is not enough, with the margin that a prediction needs; nothing if all fits."""
         found = []
         if hardware.card is not None and not fits(self.device, hardware.room):
-            found.append(f"needs {self.device} and a margin of {margin(self.device)} on a card that has {hardware.room}")
+            lack = f"needs {self.device} and a margin of {margin(self.device)} on a card that has {hardware.room}"
+            if fits(self.in_use, hardware.room):
+                lack += f"; {self.in_use} are in use at the worst moment, so it may run if PyTorch gives back the rest in time"
+            found.append(lack)
         on_host = self.host if hardware.card is not None else Bytes(self.host + self.ranks * self.device)
         if on_host > HOST_SHARE * hardware.host_memory:
             found.append(f"needs {on_host} of host memory, {Bytes(int(HOST_SHARE * hardware.host_memory))} may be used")

@@ -162,3 +162,11 @@ def test_what_auto_will_choose_fits():
         hardware = described(card="rtx4090", gpu=Bytes(memory), host_memory=Bytes(2**36))
         names.append(foreseen_placing(work.student, phase, hardware).name)
     assert names == ["gpu", "offload"]
+
+
+@pytest.mark.parametrize(("in_use", "may_run"), [(9, True), (12, False)])
+def test_what_does_not_fit_for_fragments_alone_is_said_to_be_so(in_use, may_run):
+    phase = Phase(name="x", items=(), peak=Bytes(in_use * 2**30), reserved=Bytes(13 * 2**30))
+    (lack,) = Estimate(phases=(phase,)).lacks(described(card="rtx4090", gpu=Bytes(12 * 2**30), host_memory=Bytes(2**36)))
+    assert lack.startswith("needs 13.0 GiB and a margin of 399.4 MiB on a card that has")
+    assert ("9.0 GiB are in use at the worst moment, so it may run" in lack) is may_run

@@ -164,3 +164,12 @@ def test_rates():
     assert parse_rate("25GB/s") == 25e9 and parse_rate("1GiB") == 2**30
     with pytest.raises(UsageError):
         parse_rate("fast")
+
+
+def test_a_clip_is_planned_without_a_word_about_its_file():
+    flags = ["plan", "sample", "--model", "wan2.1-1.3b", "--frames", "81"]
+    request = parse(flags[0], flags[1:])
+    request.check()
+    assert request.job.output == Path("sample.mp4")
+    with pytest.raises(UsageError, match="81 frames do not go into"):
+        parse(flags[0], [*flags[1:], "--output", "sample.png"]).check()
