@@ -132,7 +132,7 @@ class Loop:
             self._tell("started")
             self.clock = StepClock(self.device)
             first, since, seconds = self.step, self.step, 0.0
-            while self.step < self.options.num_steps and not self._was_interrupted():
+            while self.step < self.options.num_steps and self._interrupted_by() is None:
                 self._tell("stepping")
                 doing.note(f"in step {self.step + 1}, waiting for data")
                 self._take_step([batch.to(self.device) for batch in self._next_batches()])
@@ -153,7 +153,9 @@ class Loop:
             saved = self._finish_saving()
             self.read_anew()
             self._tell("ended")
-        return Stopped(self.step, self._signal, saved)
+            # Asked once more: it may have come to one rank in the last step, and all have to end alike.
+            interrupted = self._interrupted_by()
+        return Stopped(self.step, interrupted, saved)
 
     def _note_doing(self, what: str) -> None:
         """Say what begins in this step; on a card the host may come to wait for other ranks in any of it."""
@@ -177,11 +179,9 @@ class Loop:
             )
         return next(self._steps)
 
-    def _was_interrupted(self) -> bool:
-        """Say whether a signal has reached some rank; all of them then end alike, whoever got it."""
-        found = self.ranks.largest(self._signal or 0)
-        self._signal = self._signal or found or None  # one that came in the meantime is not forgotten
-        return found > 0
+    def _interrupted_by(self) -> int | None:
+        """Return the signal that has reached some rank, the same on all of them."""
+        return self.ranks.largest(self._signal or 0) or None
 
     def _save(self, *, goes_on: bool) -> None:
         """Write the state, all ranks together, and beside the next steps where there are some."""

@@ -1,7 +1,10 @@
 """The loop on a training that can be followed by hand."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -147,6 +150,19 @@ class Work(ToyMethod):
         return super().losses(batch)
 
 
+@pytest.mark.parametrize(("every", "expected"), [(2, [2, 4, 5]), (5, [5]), (0, [5])])
+def test_what_is_done_every_so_often_is_done_at_the_end_but_not_after_an_interruption(tmp_path, every, expected):
+    class Note(EverySoOften):
+        def act(self, loop):
+            found.append(loop.step)
+
+    found = []
+    make_loop(tmp_path, steps=5, callbacks=[Note(every), Interrupt([signal.SIGTERM], 3)]).run()
+    assert found == [step for step in expected if step <= 3]
+    make_loop(tmp_path, steps=5, callbacks=[Note(every)], resume=True).run()
+    assert found == expected
+
+
 def test_seconds_a_step_are_those_of_steps_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
     collect = Collect()
@@ -230,6 +246,27 @@ def test_a_signal_saves_first(tmp_path, monkeypatch, number, times):
     assert (stopped.step, stopped.signal) == (2, number)
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
     rest = make_loop(tmp_path, steps=6, resume=True)
+    assert rest.run().signal is None
+    assert equal(weights_of(rest), weights_of(straight))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_every_process_saves_first(tmp_path, number):
+    """As schedulers of clusters, service managers and terminals send it: also to those that read ahead."""
+
+    class InterruptAll(Callback):
+        def stepped(self, loop):
+            if loop.step == 2:
+                everyone = [*(process.pid for process in multiprocessing.active_children()), os.getpid()]
+                # By somebody else: workers end in peace if it comes from the process that they read for.
+                subprocess.run(["kill", f"-{number}", *map(str, everyone)], check=True)
+                time.sleep(0.1)  # in which a worker that died is noticed
+
+    straight = make_loop(steps=6)
+    straight.run()
+    stopped = make_loop(tmp_path, steps=6, workers=2, callbacks=[InterruptAll()]).run()
+    assert (stopped.step, stopped.signal) == (2, number)
+    rest = make_loop(tmp_path, steps=6, workers=2, resume=True)
     assert rest.run().signal is None
     assert equal(weights_of(rest), weights_of(straight))
 
