@@ -133,6 +133,16 @@ def test_the_metrics_are_means_over_the_samples():
     assert collect.values[0]["seconds_per_step"] > 0
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_the_schedule_counts_steps_whatever_a_step_is_made_of(turns):
+    collect, method = Collect(), ToyMethod()
+    method.turns *= turns
+    loop = make_loop(steps=5, accumulation=3, method=method, callbacks=[collect], schedule="linear", warmup_steps=1, rate=1.0)
+    loop.run()
+    assert [value["rate"] for value in collect.values] == [0.5, 1.0, 0.75, 0.5, 0.25]
+    assert len(method.seen) == 5 * 3 * turns
+
+
 class Slow(EverySoOften):
     """Takes an hour of a clock that only this moves."""
 
