@@ -343,6 +343,7 @@ class Loop:
         self._sums, self._counts = {}, {}
         values = dict(zip(names, means.tolist(), strict=True))
         for name, optimisation in self.optimisations.items():
+            self._check_scale(name, optimisation)
             values["rate" if len(self.optimisations) == 1 else f"{name}/rate"] = optimisation.rate
         return {**values, "epoch": self.epoch}
 
@@ -366,6 +367,17 @@ class Loop:
                 f"on {shortened(names)}.",
                 why=self.method.roles[number.role].advice.why,
                 fix=self.method.roles[number.role].advice.fix,
+            )
+
+    def _check_scale(self, role: str, optimisation: Optimises) -> None:
+        """Raise where steps have been left out until the loss is scaled down instead of up: the next ones would be as well."""
+        if optimisation.loss_scale < 1:
+            names = [name for batch in self.batches for name in batch.names]
+            raise TrainingError(
+                f"The gradients of role '{role}' do not fit into float16 however the loss is scaled, up to step {self.step}, "
+                f"on {shortened(names)}.",
+                why="one step after the other was left out.",
+                fix=self.method.roles[role].advice.fix,
             )
 
     def _say(self, message: str) -> None:

@@ -233,6 +233,20 @@ def test_what_is_not_finite_is_blamed_on_its_role_before_anything_is_saved(tmp_p
     assert all(torch.isfinite(value).all() for value in load_state(newest).tensors.values())
 
 
+def test_gradients_that_never_fit_into_float16_are_not_left_out_for_ever(tmp_path):
+    """The loss is finite, and no loss scale helps: the run would go on without learning anything."""
+
+    class Steep(ToyMethod):
+        def losses(self, batch):
+            found = super().losses(batch)
+            weight = self.student.model[0].weight
+            return replace(found, total=found.total + (weight - weight.detach()).abs().sqrt().sum())
+
+    loop = make_loop(tmp_path, steps=60, precision="fp16", method=Steep())
+    with pytest.raises(TrainingError, match=r"gradients of role 'student' .* float16 .* step 17, on sample-\d"):
+        loop.run()
+
+
 class Interrupt(Callback):
     def __init__(self, numbers, at):
         self._numbers, self._at = numbers, at
