@@ -282,7 +282,7 @@ def test_weights_to_start_from_and_guidance_of_samples(tmp_path, monkeypatch, tw
         ({"dataset_path": "nowhere"}, "nowhere"),
         ({"held_out": "nowhere", "cache_dir": Path("new")}, r"nowhere does not exist(.|\n)*--held-out"),
         ({"expert": "high"}, "one transformer"),
-        ({"lora_rank": 4, "lora_targets": ("to_x",)}, "no such layer"),
+        ({"lora_rank": 4, "lora_targets": ("to_x",), "cache_dir": Path("new")}, "no such layer"),
         ({"resume": "nowhere"}, "nowhere does not exist"),
         ({"distributed": True}, "torchrun did not start"),
         ({"learning_rate": -1.0}, "--learning-rate -1.0 is out of range"),

@@ -97,6 +97,8 @@ class TrainConfig(TransformerTrainingConfig):
             raise UsageError("--from-scratch has no weights on disk.", fix="Take another --placement.")
         if self.placement == "offload" and not self.lora_rank and self.optimizer_name != "adamw":
             raise UsageError("--placement offload trains all weights with adamw.", fix="Use --optimizer adamw, or --lora-rank.")
+        if self.placement == "offload" and not self.lora_rank and self.mixed_precision == "fp16":
+            raise UsageError("--placement offload trains all weights in bf16 or float32.", fix="Use --mixed-precision bf16.")
         if self.placement == "offload" and not self.lora_rank and self.rounding == "stochastic":
             raise UsageError(
                 "--rounding stochastic does not go with --placement offload.",

@@ -23,6 +23,7 @@ DATA = {"model": "tiny", "dataset_path": "world"}
             {"rounding": "stochastic", "weights_dtype": "bfloat16", "placement": "offload"},
             "not go with --placement offload",
         ),
+        ({"mixed_precision": "fp16", "placement": "offload"}, "trains all weights in bf16 or float32"),
         ({"ema_decay": 0.99}, "--ema-decay changes nothing without --use-ema"),
         ({"optimizer": "adafactor", "beta2": 0.95}, "--beta2 changes nothing without --optimizer adamw"),
         (
