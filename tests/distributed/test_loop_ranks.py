@@ -87,7 +87,7 @@ from wandistiller.train.callbacks import Callback
 
 class Interrupt(Callback):
     def stepped(self, loop):
-        if loop.ranks.rank == 1 and loop.step == 2:
+        if loop.ranks.rank == 1 and loop.step == int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGTERM)
 
 with joined(torch.device("cpu")) as ranks:
@@ -98,10 +98,11 @@ with joined(torch.device("cpu")) as ranks:
 """
 
 
-def test_a_signal_to_one_rank_ends_all_of_them_alike(tmp_path):
+@pytest.mark.parametrize("step", [2, 6], ids=["in the middle", "in the last step"])
+def test_a_signal_to_one_rank_ends_all_of_them_alike(tmp_path, step):
     """Else one would write the result of a run that it takes for finished, and wait there for the others."""
     (tmp_path / "job.py").write_text(ONE_SIGNAL)
-    done = torchrun(tmp_path / "job.py", tmp_path)
+    done = torchrun(tmp_path / "job.py", tmp_path, step)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "ends.json").read_text()) == [[2, 15], [2, 15]]
-    assert (tmp_path / "states" / "step-00000002" / "state.json").exists()
+    assert json.loads((tmp_path / "ends.json").read_text()) == [[step, 15], [step, 15]]
+    assert (tmp_path / "states" / f"step-{step:08d}" / "state.json").exists()

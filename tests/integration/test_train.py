@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from wandistiller.api import sample, train
 from wandistiller.errors import UsageError
+from wandistiller.train import samples
+from wandistiller.train.methods.finetune import FlowMatching
 
 WORLD = {"dataset_path": "world:12:1x32x32", "width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {"model": "tiny-random", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
@@ -200,14 +202,77 @@ def test_pixels_through_the_vae(tmp_path):
         torch.testing.assert_close(weights(tmp_path / "True")[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_each_expert_has_its_range_of_sigma(tmp_path, two_expert_folder):
-    done = train(**{**QUICK, "model": str(two_expert_folder)}, output_dir=tmp_path, num_steps=1, expert="low")
-    before = WanTransformer3DModel.from_pretrained(two_expert_folder, subfolder="transformer").state_dict()
-    after = WanTransformer3DModel.from_pretrained(done.output, subfolder="transformer").state_dict()
+@pytest.mark.parametrize(
+    ("expert", "part", "other", "low", "high"),
+    [("high", "transformer", "transformer_2", 0.875, 1.0), ("low", "transformer_2", "transformer", 0.0, 0.875)],
+)
+def test_each_expert_has_its_range_of_sigma(tmp_path, monkeypatch, two_expert_folder, expert, part, other, low, high):
+    sigmas, losses = [], FlowMatching.losses
+    monkeypatch.setattr(
+        FlowMatching, "losses", lambda self, batch: sigmas.append(batch.tensors["sigma"]) or losses(self, batch)
+    )
+    options = {**QUICK, "model": str(two_expert_folder), "batch_size": 12}
+    done = train(**options, output_dir=tmp_path, num_steps=1, expert=expert, sigma_sampling="uniform", sigma_shift=1.0)
+    assert low <= sigmas[0].min() and sigmas[0].max() <= high
+    assert sigmas[0].max() - sigmas[0].min() > 0.5 * (high - low)
+    folders = [two_expert_folder, done.output]
+    before, after = (WanTransformer3DModel.from_pretrained(each, subfolder=other).state_dict() for each in folders)
     assert equal(before, after), "the other expert is as it was"
-    trained = WanTransformer3DModel.from_pretrained(done.output, subfolder="transformer_2").state_dict()
-    old = WanTransformer3DModel.from_pretrained(two_expert_folder, subfolder="transformer_2").state_dict()
+    old, trained = (WanTransformer3DModel.from_pretrained(each, subfolder=part).state_dict() for each in folders)
     assert not equal(old, trained)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"placement": "offload"}], ids=["full", "lora", "offload"])
+def test_the_average_is_what_is_drawn_measured_and_exported(tmp_path, monkeypatch, options):
+    seen = {}
+
+    def note(label, model):
+        seen[label] = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    drawing, errors = samples.draw, FlowMatching.held_out_errors
+    monkeypatch.setattr(samples, "draw", lambda model, *rest, **how: note("drawn", model) or drawing(model, *rest, **how))
+    monkeypatch.setattr(
+        FlowMatching, "held_out_errors", lambda self, tensors: note("measured", self.student.model) or errors(self, tensors)
+    )
+    common = {**QUICK, "use_ema": True, "held_out": "world-heldout:2:1x32x32", "sample_every": 3, "sample_steps": 1}
+    done = train(**common, **options, output_dir=tmp_path, num_steps=3)
+    state = load_file(tmp_path / "states" / "step-00000003" / "state.safetensors")
+    prefix, own = "callbacks/KeepAverage/", "roles/student/"
+    averages = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    assert averages and not any(torch.equal(value, state[own + name]) for name, value in averages.items() if value.any())
+    for found in seen.values():
+        assert equal({name: found[name] for name in averages}, averages)
+    assert seen.keys() == {"drawn", "measured"}
+    if options.get("lora_rank"):
+        exported = load_file(done.output / "pytorch_lora_weights.safetensors")
+        exported = {name.removeprefix("transformer."): value for name, value in exported.items()}
+        averages = {name.replace(".default.", "."): value for name, value in averages.items()}
+    else:
+        exported = weights(tmp_path)
+    assert equal(exported, averages)
+
+
+def test_the_held_out_loss_changes_with_the_weights_alone(tmp_path):
+    done = train(
+        **{**QUICK, "learning_rate": 0.0}, output_dir=tmp_path, num_steps=3, validate_every=1, held_out="world:3:1x32x32"
+    )
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [{name: value for name, value in line.items() if name.startswith("held_out/")} for line in lines]
+    assert [each for each in found if each] == [done.losses] * 3
+    assert len(done.losses) == 6
+
+
+def test_weights_to_start_from_and_guidance_of_samples(tmp_path, monkeypatch, two_expert_folder):
+    """With a rate of 0 the result is what it began with."""
+    scales, drawing = [], samples.draw
+    monkeypatch.setattr(
+        samples, "draw", lambda model, what, *rest, **how: scales.append(what.cfg_scale) or drawing(model, what, *rest, **how)
+    )
+    start = two_expert_folder / "transformer"
+    options = {**QUICK, "learning_rate": 0.0, "sample_every": 1, "sample_steps": 1, "cfg_scale": 2.5, "sample_prompts": ("a",)}
+    train(**options, output_dir=tmp_path, num_steps=1, ckpt_path=start)
+    assert scales == [2.5]
+    assert equal(weights(tmp_path), WanTransformer3DModel.from_pretrained(start).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -217,7 +282,7 @@ def test_each_expert_has_its_range_of_sigma(tmp_path, two_expert_folder):
         ({"dataset_path": "nowhere"}, "nowhere"),
         ({"held_out": "nowhere", "cache_dir": Path("new")}, r"nowhere does not exist(.|\n)*--held-out"),
         ({"expert": "high"}, "one transformer"),
-        ({"lora_rank": 4, "lora_targets": ("to_x",)}, "no such layer"),
+        ({"lora_rank": 4, "lora_targets": ("to_x",), "cache_dir": Path("new")}, "no such layer"),
         ({"resume": "nowhere"}, "nowhere does not exist"),
         ({"distributed": True}, "torchrun did not start"),
         ({"learning_rate": -1.0}, "--learning-rate -1.0 is out of range"),

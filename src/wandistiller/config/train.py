@@ -97,6 +97,14 @@ class TrainConfig(TransformerTrainingConfig):
             raise UsageError("--from-scratch has no weights on disk.", fix="Take another --placement.")
         if self.placement == "offload" and not self.lora_rank and self.optimizer_name != "adamw":
             raise UsageError("--placement offload trains all weights with adamw.", fix="Use --optimizer adamw, or --lora-rank.")
+        if self.placement == "offload" and not self.lora_rank and self.mixed_precision == "fp16":
+            raise UsageError("--placement offload trains all weights in bf16 or float32.", fix="Use --mixed-precision bf16.")
+        if self.placement == "offload" and not self.lora_rank and self.rounding == "stochastic":
+            raise UsageError(
+                "--rounding stochastic does not go with --placement offload.",
+                why="the weights in host memory have float32 copies there.",
+                fix="Leave --rounding away.",
+            )
         if self.mixed_precision == "fp16" and self.weights_dtype == "bfloat16":
             raise UsageError("fp16 goes with weights in float32.", fix="Take --mixed-precision bf16, or no.")
         check_least(

@@ -139,6 +139,8 @@ class TrainingConfig(CommandConfig):
         if self.is_sharded and self.cuda_graphs:
             raise UsageError(f"--cuda-graphs does not go with --parallel {self.parallel}.", fix="Leave one of them away.")
         check_shares(("--ema-decay", self.ema_decay))
+        if not self.use_ema:
+            check_idle(self, "--use-ema", "ema_decay")
 
     @property
     def is_sharded(self) -> bool:

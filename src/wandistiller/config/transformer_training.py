@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from wandistiller.config.command import DtypeName
-from wandistiller.config.training import TrainingConfig, check_least
+from wandistiller.config.training import TrainingConfig, check_idle, check_least
 from wandistiller.errors import UsageError
 
 
@@ -126,6 +126,12 @@ class TransformerTrainingConfig(TrainingConfig):
                 raise UsageError(f"{flag} {value} is out of range.", fix="Give a number from 0 to below 1, such as 0.9.")
         if self.sigma_shift is not None and not 0 < self.sigma_shift <= 1000:
             raise UsageError(f"--sigma-shift {self.sigma_shift} is not between 0 and 1000.", fix="3 to 12 are usual for Wan.")
+        if self.optimizer_name == "adafactor":
+            check_idle(self, "--optimizer adamw", "beta1", "beta2")
+        if self.sigma_sampling == "uniform":
+            check_idle(self, "--sigma-sampling logit_normal", "sigma_mean", "sigma_std")
+        if not self.sample_every:
+            check_idle(self, "--sample-every", "sample_dir", "sample_prompts")
 
     @property
     def optimizer_name(self) -> str:

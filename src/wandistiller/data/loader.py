@@ -6,6 +6,7 @@ seeded by the run's seed, the epoch and the sample. It is the same on any number
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -105,6 +106,7 @@ def load_steps(
         prefetch_factor=2 if workers else None,
         # Without one of its own it draws from the global random numbers, and a resumed run would see others.
         generator=torch.Generator().manual_seed(seed),
+        worker_init_fn=_leave_signals,
     )
     ready: list[Batch] = []
     for batch in loader:
@@ -114,6 +116,12 @@ def load_steps(
         if len(ready) == steps.accumulation:
             yield ready
             ready = []
+
+
+def _leave_signals(worker: int) -> None:
+    """Let the process that is read for decide: what stops a job tells all processes, and a dead worker would end it unsaved."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _MicroBatches(Dataset[Any]):

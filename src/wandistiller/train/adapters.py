@@ -13,6 +13,14 @@ from wandistiller.memory.placement import Subject
 from wandistiller.memory.streaming import bind
 
 
+def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise ``UsageError`` for a name that no layer of a model, which may be empty, ends in."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise UsageError(f"--lora-targets {target}: the model has no such layer.", fix="to_q, to_k and to_v are usual.")
+
+
 def add_adapters(subject: Subject, *, rank: int, alpha: int, targets: Sequence[str], seed: int) -> Subject:
     """Add adapters, which are real while the model is still empty, in the precision of the layers that they belong to.
 
@@ -23,10 +31,6 @@ def add_adapters(subject: Subject, *, rank: int, alpha: int, targets: Sequence[s
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model = subject.model
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise UsageError(f"--lora-targets {target}: the model has no such layer.", fix="to_q, to_k and to_v are usual.")
     model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets)))
     dtypes = {name: module.weight.dtype for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     generator = torch.Generator().manual_seed(seed)

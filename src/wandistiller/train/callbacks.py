@@ -46,7 +46,10 @@ class Callback:
 
 
 class EverySoOften(Callback, ABC):
-    """Does something after every ``every`` steps, and at the end if that step was not one of them; 0 is the end alone."""
+    """Does something after every ``every`` steps, and at the end if that step was not one of them; 0 is the end alone.
+
+    A run that is interrupted has not come to its end: whoever stopped it wants it to be over.
+    """
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -57,7 +60,7 @@ class EverySoOften(Callback, ABC):
             self._do(loop)
 
     def ended(self, loop: Loop) -> None:
-        if self._done_at != loop.step:
+        if self._done_at != loop.step and loop.step >= loop.options.num_steps:
             self._do(loop)
 
     @abstractmethod

@@ -38,10 +38,10 @@ from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
 from wandistiller.models.shapes import Shapes
-from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint, stays_in_float32
+from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, build_empty, inspect_checkpoint, stays_in_float32
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
-from wandistiller.train.adapters import add_adapters
+from wandistiller.train.adapters import add_adapters, check_targets
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.graphs import GraphedCalls
@@ -138,6 +138,8 @@ def _prepare(config: TrainConfig) -> _Job:
     part, low, high = _expert(config, pipeline)
     transformer = inspect_checkpoint(config.ckpt_path or pipeline.part(part), TRANSFORMER)
     check_text_to_video(transformer.config, "trained")
+    if config.lora_rank:
+        check_targets(build_empty(TRANSFORMER, transformer.config), config.lora_targets)
     shift = config.sigma_shift or pipeline.shift or 1.0
     sigma = SigmaDistribution(
         shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift, low=low, high=high

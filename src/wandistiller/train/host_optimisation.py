@@ -147,6 +147,10 @@ class HostOptimisation:
         """The learning rate of the last step."""
         return self._rate_at(max(self._number - 1, 0))
 
+    @property
+    def loss_scale(self) -> float:
+        return 1.0
+
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         """Add a loss's gradients to those of the step; the last ones complete it."""
         assert self._stream.gradients is not None

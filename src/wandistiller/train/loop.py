@@ -132,7 +132,7 @@ class Loop:
             self._tell("started")
             self.clock = StepClock(self.device)
             first, since, seconds = self.step, self.step, 0.0
-            while self.step < self.options.num_steps and not self._was_interrupted():
+            while self.step < self.options.num_steps and self._interrupted_by() is None:
                 self._tell("stepping")
                 doing.note(f"in step {self.step + 1}, waiting for data")
                 self._take_step([batch.to(self.device) for batch in self._next_batches()])
@@ -153,7 +153,9 @@ class Loop:
             saved = self._finish_saving()
             self.read_anew()
             self._tell("ended")
-        return Stopped(self.step, self._signal, saved)
+            # Asked once more: it may have come to one rank in the last step, and all have to end alike.
+            interrupted = self._interrupted_by()
+        return Stopped(self.step, interrupted, saved)
 
     def _note_doing(self, what: str) -> None:
         """Say what begins in this step; on a card the host may come to wait for other ranks in any of it."""
@@ -177,11 +179,9 @@ class Loop:
             )
         return next(self._steps)
 
-    def _was_interrupted(self) -> bool:
-        """Say whether a signal has reached some rank; all of them then end alike, whoever got it."""
-        found = self.ranks.largest(self._signal or 0)
-        self._signal = self._signal or found or None  # one that came in the meantime is not forgotten
-        return found > 0
+    def _interrupted_by(self) -> int | None:
+        """Return the signal that has reached some rank, the same on all of them."""
+        return self.ranks.largest(self._signal or 0) or None
 
     def _save(self, *, goes_on: bool) -> None:
         """Write the state, all ranks together, and beside the next steps where there are some."""
@@ -343,6 +343,7 @@ class Loop:
         self._sums, self._counts = {}, {}
         values = dict(zip(names, means.tolist(), strict=True))
         for name, optimisation in self.optimisations.items():
+            self._check_scale(name, optimisation)
             values["rate" if len(self.optimisations) == 1 else f"{name}/rate"] = optimisation.rate
         return {**values, "epoch": self.epoch}
 
@@ -366,6 +367,17 @@ class Loop:
                 f"on {shortened(names)}.",
                 why=self.method.roles[number.role].advice.why,
                 fix=self.method.roles[number.role].advice.fix,
+            )
+
+    def _check_scale(self, role: str, optimisation: Optimises) -> None:
+        """Raise where steps have been left out until the loss is scaled down instead of up: the next ones would be as well."""
+        if optimisation.loss_scale < 1:
+            names = [name for batch in self.batches for name in batch.names]
+            raise TrainingError(
+                f"The gradients of role '{role}' do not fit into float16 however the loss is scaled, up to step {self.step}, "
+                f"on {shortened(names)}.",
+                why="one step after the other was left out.",
+                fix=self.method.roles[role].advice.fix,
             )
 
     def _say(self, message: str) -> None:

@@ -67,6 +67,11 @@ class Optimises(Protocol):
     @property
     def rate(self) -> float: ...
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by against gradients that vanish in float16, else 1; reading it waits for the device."""
+        ...
+
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None: ...
 
     def step(self, number: int) -> Tensor: ...
@@ -158,6 +163,10 @@ class Optimisation:
     def rate(self) -> float:
         """The learning rate of the last step."""
         return float(self.optimiser.param_groups[0]["lr"])
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self._scaler.get_scale())
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all state: tensors by name, and plain values."""

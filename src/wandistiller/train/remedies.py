@@ -66,7 +66,9 @@ def _train_ways(config: TrainConfig) -> list[Way]:
     if is_full and config.optimizer_name == "adamw" and config.placement == "gpu" and not config.is_sharded:
         ways.append(({"optimizer": "adamw8bit"}, ""))
     if is_full and config.weights_dtype == "float32":
-        ways.append(({"weights_dtype": "bfloat16", "rounding": "stochastic"}, "weights and gradients in 16 bits"))
+        rounds = config.placement == "gpu" and config.optimizer_name == "adamw"  # elsewhere there are float32 copies
+        changes: dict[str, Any] = {"weights_dtype": "bfloat16", **({"rounding": "stochastic"} if rounds else {})}
+        ways.append((changes, "weights and gradients in 16 bits"))
     if is_full:
         ways.append(({"lora_rank": 32}, "adapters beside frozen weights"))
     if config.placement == "gpu" and not config.is_sharded and not config.cuda_graphs:

@@ -19,6 +19,18 @@ DATA = {"model": "tiny", "dataset_path": "world"}
         ({"lora_alpha": 8}, "--lora-alpha changes nothing without --lora-rank"),
         ({"lora_targets": ("to_q",)}, "--lora-targets changes nothing without --lora-rank"),
         ({"rounding": "stochastic"}, "--rounding changes nothing without --weights-dtype bfloat16"),
+        (
+            {"rounding": "stochastic", "weights_dtype": "bfloat16", "placement": "offload"},
+            "not go with --placement offload",
+        ),
+        ({"mixed_precision": "fp16", "placement": "offload"}, "trains all weights in bf16 or float32"),
+        ({"ema_decay": 0.99}, "--ema-decay changes nothing without --use-ema"),
+        ({"optimizer": "adafactor", "beta2": 0.95}, "--beta2 changes nothing without --optimizer adamw"),
+        (
+            {"sigma_sampling": "uniform", "sigma_mean": 1.0},
+            "--sigma-mean changes nothing without --sigma-sampling",
+        ),
+        ({"sample_prompts": ("a",)}, "--sample-prompts changes nothing without --sample-every"),
         ({"resident": "3"}, "--resident changes nothing without --placement offload"),
         ({"vae_gradient_checkpointing": True}, r"without --pixel-loss-weight 0\.1 or the like"),
     ],

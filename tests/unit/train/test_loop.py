@@ -1,7 +1,10 @@
 """The loop on a training that can be followed by hand."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -130,6 +133,16 @@ def test_the_metrics_are_means_over_the_samples():
     assert collect.values[0]["seconds_per_step"] > 0
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_the_schedule_counts_steps_whatever_a_step_is_made_of(turns):
+    collect, method = Collect(), ToyMethod()
+    method.turns *= turns
+    loop = make_loop(steps=5, accumulation=3, method=method, callbacks=[collect], schedule="linear", warmup_steps=1, rate=1.0)
+    loop.run()
+    assert [value["rate"] for value in collect.values] == [0.5, 1.0, 0.75, 0.5, 0.25]
+    assert len(method.seen) == 5 * 3 * turns
+
+
 class Slow(EverySoOften):
     """Takes an hour of a clock that only this moves."""
 
@@ -145,6 +158,19 @@ class Work(ToyMethod):
     def losses(self, batch):
         Slow.now += 2.0
         return super().losses(batch)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(2, [2, 4, 5]), (5, [5]), (0, [5])])
+def test_what_is_done_every_so_often_is_done_at_the_end_but_not_after_an_interruption(tmp_path, every, expected):
+    class Note(EverySoOften):
+        def act(self, loop):
+            found.append(loop.step)
+
+    found = []
+    make_loop(tmp_path, steps=5, callbacks=[Note(every), Interrupt([signal.SIGTERM], 3)]).run()
+    assert found == [step for step in expected if step <= 3]
+    make_loop(tmp_path, steps=5, callbacks=[Note(every)], resume=True).run()
+    assert found == expected
 
 
 def test_seconds_a_step_are_those_of_steps_alone(tmp_path, monkeypatch):
@@ -207,6 +233,20 @@ def test_what_is_not_finite_is_blamed_on_its_role_before_anything_is_saved(tmp_p
     assert all(torch.isfinite(value).all() for value in load_state(newest).tensors.values())
 
 
+def test_gradients_that_never_fit_into_float16_are_not_left_out_for_ever(tmp_path):
+    """The loss is finite, and no loss scale helps: the run would go on without learning anything."""
+
+    class Steep(ToyMethod):
+        def losses(self, batch):
+            found = super().losses(batch)
+            weight = self.student.model[0].weight
+            return replace(found, total=found.total + (weight - weight.detach()).abs().sqrt().sum())
+
+    loop = make_loop(tmp_path, steps=60, precision="fp16", method=Steep())
+    with pytest.raises(TrainingError, match=r"gradients of role 'student' .* float16 .* step 17, on sample-\d"):
+        loop.run()
+
+
 class Interrupt(Callback):
     def __init__(self, numbers, at):
         self._numbers, self._at = numbers, at
@@ -230,6 +270,27 @@ def test_a_signal_saves_first(tmp_path, monkeypatch, number, times):
     assert (stopped.step, stopped.signal) == (2, number)
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
     rest = make_loop(tmp_path, steps=6, resume=True)
+    assert rest.run().signal is None
+    assert equal(weights_of(rest), weights_of(straight))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_every_process_saves_first(tmp_path, number):
+    """As schedulers of clusters, service managers and terminals send it: also to those that read ahead."""
+
+    class InterruptAll(Callback):
+        def stepped(self, loop):
+            if loop.step == 2:
+                everyone = [*(process.pid for process in multiprocessing.active_children()), os.getpid()]
+                # By somebody else: workers end in peace if it comes from the process that they read for.
+                subprocess.run(["kill", f"-{number}", *map(str, everyone)], check=True)
+                time.sleep(0.1)  # in which a worker that died is noticed
+
+    straight = make_loop(steps=6)
+    straight.run()
+    stopped = make_loop(tmp_path, steps=6, workers=2, callbacks=[InterruptAll()]).run()
+    assert (stopped.step, stopped.signal) == (2, number)
+    rest = make_loop(tmp_path, steps=6, workers=2, resume=True)
     assert rest.run().signal is None
     assert equal(weights_of(rest), weights_of(straight))
 

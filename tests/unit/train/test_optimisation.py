@@ -9,7 +9,7 @@ from torch import nn
 from wandistiller.errors import UsageError
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.optimisation import Optimisation, OptimiserOptions
-from wandistiller.train.optimisers import StochasticAdamW, make_optimiser, round_stochastically
+from wandistiller.train.optimisers import OPTIMISERS, StochasticAdamW, make_optimiser, round_stochastically
 from wandistiller.train.schedules import rate_factor
 
 CPU = torch.device("cpu")
@@ -123,6 +123,15 @@ def test_a_step_whose_gradients_overflow_is_not_taken():
     optimisation.step(0)
     assert parameter.tolist() == [1.0, 1.0, 1.0]
     assert optimisation._scaler.get_scale() < before
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_what_is_asked_for_reaches_every_optimiser(name):
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    [group] = make_optimiser(name, parameters, rate=0.5, weight_decay=0.25, betas=(0.8, 0.95)).param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    assert "betas" in group or name == "adafactor"
+    assert tuple(group.get("betas", (0.8, 0.95))) == (0.8, 0.95)
 
 
 def test_an_unknown_optimiser():

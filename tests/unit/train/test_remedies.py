@@ -52,3 +52,10 @@ def test_ranks_with_slices_are_offered_what_goes_with_slices(propose, options):
     if "lora_rank" in found:
         # Gradients, as they are exchanged too, and two moments; adapters of rank 32 have the same.
         assert 0.75 * 16 * count / slices < found["lora_rank"] < 16 * count / slices
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "adafactor"}, {"placement": "offload"}])
+def test_short_weights_are_offered_with_the_rounding_that_goes_with_the_rest(propose, options):
+    assert "rounding" in propose()[0]
+    found, _ = propose(**options)
+    assert "weights_dtype" in found and "rounding" not in found

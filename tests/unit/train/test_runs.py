@@ -7,8 +7,12 @@ from wandistiller.checkpoint.training_state import TrainingState, TrainingStates
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.data.buckets import Bucket
+from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import CheckpointError, UsageError
-from wandistiller.train.runs import find_state, prepare_device
+from wandistiller.memory.monitor import Monitor
+from wandistiller.train.optimisation import OptimiserOptions
+from wandistiller.train.runs import Run, find_state, prepare_device
 
 
 def states_with(folder, *steps):
@@ -39,3 +43,33 @@ def test_the_state_to_go_on_from(tmp_path):
     (tmp_path / "half").mkdir()
     with pytest.raises(CheckpointError, match="not a complete training state"):
         find_state(str(tmp_path / "half"), empty)
+
+
+def test_what_is_asked_of_the_optimiser_reaches_it(tmp_path):
+    config = TrainConfig(
+        output_dir=tmp_path,
+        num_epochs=3,
+        batch_size=2,
+        gradient_accumulation=2,
+        learning_rate=0.5,
+        weight_decay=0.25,
+        clip_norm=0.75,
+        lr_schedule="linear",
+        warmup_steps=4,
+        seed=9,
+    )
+    device = torch.device("cpu")
+    # Of 7 samples in two shapes: batches of 2, 2 and 1, and of 2, in each of 3 epochs.
+    buckets = [Bucket(1, 32, 32)] * 5 + [Bucket(5, 32, 32)] * 2
+    run = Run.over(buckets, config, device, "no", Ranks(), Monitor([device], lambda failure: []))
+    assert run.num_steps == 6
+    assert run.optimiser_options(betas=(0.8, 0.9)) == OptimiserOptions(
+        rate=0.5,
+        weight_decay=0.25,
+        betas=(0.8, 0.9),
+        clip_norm=0.75,
+        schedule="linear",
+        warmup_steps=4,
+        num_steps=6,
+        seed=9,
+    )
