@@ -16,6 +16,10 @@ from wandistiller.cli.main import main
 from wandistiller.config.distill import StrategyName
 from wandistiller.errors import UsageError, WanDistillerError
 from wandistiller.models.channel_adapter import ChannelAdapter, random_adapter
+from wandistiller.models.derive_student import derive_student
+from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
+from wandistiller.models.student_config import read_student_config
+from wandistiller.train.drawing import Drawing, draw
 
 SIZE = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {
@@ -180,6 +184,28 @@ def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
     assert len(list((run / "samples" / "step-00000002").glob("*.png"))) == 3
     ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
     assert ours[0].latents.shape[0] == 8, "the VAE's channels"
+
+
+def test_through_an_adapter_the_same_seed_draws_the_same(tmp_path, tiny_folder):
+    """A student of all layers that only sees more channels is its teacher, so both draw one picture from one seed."""
+    path, folder, adapter = tmp_path / "student.json", tmp_path / "student", random_adapter(8, 12, seed=1)
+    path.write_text(json.dumps({"latent_channels": 12}))
+    stored = inspect_checkpoint(tiny_folder / "transformer", TRANSFORMER)
+    student = derive_student(stored.read, stored.config, read_student_config(path, stored.config), adapter=adapter).model
+    shutil.copytree(tiny_folder, folder)
+    student.save_pretrained(folder / "transformer")
+    adapter.save(folder)
+    same = {"prompt": "x", "width": 32, "height": 32, "steps": 3, "seed": 2}
+    theirs, ours = (sample(model=str(each), output=tmp_path / "x.png", **same)[0] for each in (tiny_folder, folder))
+    torch.testing.assert_close(ours.latents, theirs.latents, rtol=0, atol=0.01)  # UniPC magnifies rounding close to sigma 1
+    text, how = torch.randn(2, 4, 32), {"num_steps": 3, "shift": 3.0, "solver": "euler", "cfg_scale": 1.0, "seed": 2}
+    drawing = Drawing(
+        prompts="ab", text=text, empty_text=text[0], latent_shape=(8, 1, 4, 4), dtype=torch.float32, adapter=adapter, **how
+    )
+    plain = {"device": torch.device("cpu"), "precision": "no"}
+    teacher = WanTransformer3DModel.from_pretrained(tiny_folder / "transformer")
+    theirs, ours = draw(teacher, replace(drawing, adapter=None), [0, 1], **plain), draw(student, drawing, [0, 1], **plain)
+    torch.testing.assert_close(adapter.up(ours), theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_refreshed_answers_come_from_new_noise_and_resume_to_the_bit(tmp_path, two_layers):
