@@ -351,6 +351,7 @@ BAD = {
         {"student": {"patch_size": [2, 2, 2]}, "data_path": None, "dataset_path": "world:2:1x32x32", "frames": (5,)},
         "no pictures",
     ),
+    "more patches than positions": ({"width": 32768}, "Give at most 16384"),
     "one side": ({"student": {"image_size": 48}, "width": None}, "--width and --height go together"),
     "little from the teacher": ({"student": NEW_ATTENTION}, "attention (100.0 %)"),
     "how to go on with little": ({"student": NEW_ATTENTION}, "--allow-low-coverage"),
