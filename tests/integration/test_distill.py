@@ -1,7 +1,9 @@
 """``distill`` end to end on a tiny Wan: every source of questions, every strategy, what is written and what is refused."""
 
+import gc
 import json
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -152,6 +154,24 @@ def test_stored_answers_and_real_latents_add_up(tmp_path, two_layers):
     live = {**both, "cache_teacher": False, "output_weight": 0.0, "data_weight": 1.0}
     distill(**live, output_dir=tmp_path / "data")
     assert line["data_loss"] == pytest.approx(losses(tmp_path / "data")[0], rel=1e-3)
+
+
+def test_a_teacher_that_has_been_asked_is_gone_when_the_student_learns(tmp_path, two_layers, monkeypatch):
+    loaded, load, losses_of = [], Experts._load, Distillation.losses
+
+    def noted(experts, index):
+        model = load(experts, index)
+        loaded.append(weakref.ref(model))
+        return model
+
+    def alone(method, batch):
+        gc.collect()
+        assert loaded and not any(model() for model in loaded)
+        return losses_of(method, batch)
+
+    monkeypatch.setattr(Experts, "_load", noted)
+    monkeypatch.setattr(Distillation, "losses", alone)
+    distill(**QUICK, **PROMPTS, student_config=two_layers, output_dir=tmp_path / "run", num_steps=2)
 
 
 def test_what_is_kept_of_a_draw_lies_beside_the_latents_and_the_noise_of_that_draw(tmp_path, two_layers, monkeypatch):
