@@ -15,7 +15,7 @@ SIZE = ["--width", "32", "--height", "32", "--frames", "1", "--max_aspect", "1"]
 FLAGS = ["--teacher_path", "tiny-random", *SIZE, "--lr", "1e-3", "--num_steps", "3", "--log_every", "1", "--num_workers", "0"]
 SAME = {"learning_rate": 1e-3, "num_steps": 3, "log_every": 1, "workers": 0, "width": 32, "height": 32, "max_aspect": 1.0}
 DATA = {
-    "live": {"dataset_path": "world:12:1x32x32", "feature_weight": 0.5},
+    "live": {"dataset_path": "world:12:1x32x32", "feature_weight": 0.5, "guidance_weight": 1.0, "guidance_scale": 6.0},
     "stored": {"data_path": "world:8:1x32x32", "num_prompts": 8, "rollout_steps": 3, "rollout_batch": 3, "refresh_every": 2},
 }
 

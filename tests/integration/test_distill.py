@@ -1,7 +1,9 @@
 """``distill`` end to end on a tiny Wan: every source of questions, every strategy, what is written and what is refused."""
 
+import gc
 import json
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -15,7 +17,16 @@ from wandistiller.api import distill, sample
 from wandistiller.cli.main import main
 from wandistiller.config.distill import StrategyName
 from wandistiller.errors import UsageError, WanDistillerError
+from wandistiller.flow.path import interpolate
+from wandistiller.flow.solver import SOLVERS
+from wandistiller.memory.experts import Experts
 from wandistiller.models.channel_adapter import ChannelAdapter, random_adapter
+from wandistiller.models.derive_student import derive_student
+from wandistiller.models.pipeline import find_diffusers_pipeline
+from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
+from wandistiller.models.student_config import read_student_config
+from wandistiller.train.drawing import Drawing, draw
+from wandistiller.train.methods.distill import Distillation
 
 SIZE = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {
@@ -145,12 +156,63 @@ def test_stored_answers_and_real_latents_add_up(tmp_path, two_layers):
     assert line["data_loss"] == pytest.approx(losses(tmp_path / "data")[0], rel=1e-3)
 
 
+def test_a_teacher_that_has_been_asked_is_gone_when_the_student_learns(tmp_path, two_layers, monkeypatch):
+    loaded, load, losses_of = [], Experts._load, Distillation.losses
+
+    def noted(experts, index):
+        model = load(experts, index)
+        loaded.append(weakref.ref(model))
+        return model
+
+    def alone(method, batch):
+        gc.collect()
+        assert loaded and not any(model() for model in loaded)
+        return losses_of(method, batch)
+
+    monkeypatch.setattr(Experts, "_load", noted)
+    monkeypatch.setattr(Distillation, "losses", alone)
+    distill(**QUICK, **PROMPTS, student_config=two_layers, output_dir=tmp_path / "run", num_steps=2)
+
+
+def test_what_is_kept_of_a_draw_lies_beside_the_latents_and_the_noise_of_that_draw(tmp_path, two_layers, monkeypatch):
+    seen, losses_of = [], Distillation.losses
+    monkeypatch.setattr(Distillation, "losses", lambda method, batch: seen.append(batch.tensors) or losses_of(method, batch))
+    kept = {"cache_teacher": True, "teacher_draws": 3, "data_weight": 1.0, "num_steps": 3}
+    distill(**QUICK, **DATASET, **kept, student_config=two_layers, output_dir=tmp_path / "run")
+    for batch in seen:
+        noisy = interpolate(batch["latents"], batch["noise"], batch["sigma"])
+        torch.testing.assert_close(batch["noisy"], noisy, rtol=1e-2, atol=1e-2)
+    assert len(seen) == 3
+
+
+def test_trajectories_are_asked_about_where_sampling_asks(tmp_path, two_layers):
+    run = tmp_path / "run"
+    distill(**QUICK, **PROMPTS, student_config=two_layers, output_dir=run, num_steps=1, sigma_shift=7.0)
+    shard = load_file(next((run / "cache" / "teacher").glob("*/shard-*")))
+    solver = find_diffusers_pipeline("tiny-random", ("scheduler",)).solver
+    expected = SOLVERS[solver].schedule(PROMPTS["rollout_steps"], 7.0).sigmas[:-1]
+    assert sorted(set(shard["sigma"].tolist()), reverse=True) == pytest.approx(expected)
+
+
+def test_the_result_is_the_average(tmp_path, two_layers):
+    """After the first step of a run the average is 9/11 of the way from the start: its decay begins at 2/11."""
+    both = {**QUICK, **DATASET, "student_config": two_layers, "num_steps": 1}
+    runs = {"start": {"learning_rate": 0.0}, "plain": {}, "average": {"use_ema": True}}
+    found = {}
+    for name, options in runs.items():
+        distill(**{**both, **options}, output_dir=tmp_path / name)
+        found[name] = load_file(tmp_path / name / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
+    for key, start in found["start"].items():
+        expected = start + 9 / 11 * (found["plain"][key] - start)
+        torch.testing.assert_close(found["average"][key], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_guidance_is_learnt(tmp_path):
     """A student that is the teacher still has to learn what guidance adds, from either kind of question."""
     path = tmp_path / "student.json"
     path.write_text(json.dumps({"num_layers": 3}))
     learns = {"guidance_scale": 4.0, "guidance_weight": 1.0, "output_weight": 0.0, "student_config": path, "num_steps": 1}
-    for name, data in (("live", DATASET), ("rolled", PROMPTS)):
+    for name, data in (("live", DATASET), ("kept", {**DATASET, "cache_teacher": True}), ("rolled", PROMPTS)):
         distill(**QUICK, **data, **learns, output_dir=tmp_path / name)
         assert losses(tmp_path / name)[0] > 1e-5
 
@@ -180,6 +242,28 @@ def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
     assert len(list((run / "samples" / "step-00000002").glob("*.png"))) == 3
     ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
     assert ours[0].latents.shape[0] == 8, "the VAE's channels"
+
+
+def test_through_an_adapter_the_same_seed_draws_the_same(tmp_path, tiny_folder):
+    """A student of all layers that only sees more channels is its teacher, so both draw one picture from one seed."""
+    path, folder, adapter = tmp_path / "student.json", tmp_path / "student", random_adapter(8, 12, seed=1)
+    path.write_text(json.dumps({"latent_channels": 12}))
+    stored = inspect_checkpoint(tiny_folder / "transformer", TRANSFORMER)
+    student = derive_student(stored.read, stored.config, read_student_config(path, stored.config), adapter=adapter).model
+    shutil.copytree(tiny_folder, folder)
+    student.save_pretrained(folder / "transformer")
+    adapter.save(folder)
+    same = {"prompt": "x", "width": 32, "height": 32, "steps": 3, "seed": 2}
+    theirs, ours = (sample(model=str(each), output=tmp_path / "x.png", **same)[0] for each in (tiny_folder, folder))
+    torch.testing.assert_close(ours.latents, theirs.latents, rtol=0, atol=0.01)  # UniPC magnifies rounding close to sigma 1
+    text, how = torch.randn(2, 4, 32), {"num_steps": 3, "shift": 3.0, "solver": "euler", "cfg_scale": 1.0, "seed": 2}
+    drawing = Drawing(
+        prompts="ab", text=text, empty_text=text[0], latent_shape=(8, 1, 4, 4), dtype=torch.float32, adapter=adapter, **how
+    )
+    plain = {"device": torch.device("cpu"), "precision": "no"}
+    teacher = WanTransformer3DModel.from_pretrained(tiny_folder / "transformer")
+    theirs, ours = draw(teacher, replace(drawing, adapter=None), [0, 1], **plain), draw(student, drawing, [0, 1], **plain)
+    torch.testing.assert_close(adapter.up(ours), theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_refreshed_answers_come_from_new_noise_and_resume_to_the_bit(tmp_path, two_layers):
@@ -234,9 +318,12 @@ def test_the_students_description_says_what_it_is_trained_at(tmp_path, monkeypat
     assert beyond and not any(beyond), "drawn with no more of a caption than it was taught with"
 
 
-def test_a_teacher_of_two_experts(tmp_path, two_layers, two_expert_folder):
+def test_a_teacher_of_two_experts(tmp_path, two_layers, two_expert_folder, monkeypatch):
+    loads, load = [], Experts._load
+    monkeypatch.setattr(Experts, "_load", lambda experts, index: loads.append(index) or load(experts, index))
     both = {**QUICK, "teacher_path": str(two_expert_folder), "student_config": two_layers, "num_steps": 4}
     distill(**both, **DATASET, output_dir=tmp_path / "live", expert_steps=2)
+    assert loads == [0, 1], "each is loaded for its turn"
     distill(**both, **PROMPTS, output_dir=tmp_path / "rolled")
     for name in ("live", "rolled"):
         index = json.loads((tmp_path / name / "model" / "model_index.json").read_text())
@@ -248,6 +335,12 @@ def test_noise_is_a_named_baseline_that_says_so(tmp_path, two_layers, capsys):
     distill(**QUICK, **PROMPTS, noisy_latents="noise", student_config=two_layers, output_dir=tmp_path / "run", num_steps=2)
     assert "baseline" in capsys.readouterr().err
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_student_that_collapses_is_reported(tmp_path, two_layers, capsys):
+    wild = {**QUICK, "learning_rate": 0.3, "num_steps": 24}
+    distill(**wild, **DATASET, student_config=two_layers, output_dir=tmp_path / "run")
+    assert "the student is collapsing" in capsys.readouterr().err
 
 
 def test_a_random_start_is_worse_at_first(tmp_path, two_layers):
@@ -278,6 +371,7 @@ BAD = {
         {"student": {"patch_size": [2, 2, 2]}, "data_path": None, "dataset_path": "world:2:1x32x32", "frames": (5,)},
         "no pictures",
     ),
+    "more patches than positions": ({"width": 32768}, "Give at most 16384"),
     "one side": ({"student": {"image_size": 48}, "width": None}, "--width and --height go together"),
     "little from the teacher": ({"student": NEW_ATTENTION}, "attention (100.0 %)"),
     "how to go on with little": ({"student": NEW_ATTENTION}, "--allow-low-coverage"),

@@ -256,7 +256,7 @@ def _check_against_teacher(config: Mapping[str, Any], teacher: Mapping[str, Any]
             )
     if config["freq_dim"] % 2:
         raise UsageError(f"{path}: freq_dim is {config['freq_dim']}.", why="it counts sines and cosines.", fix="Make it even.")
-    for name in ("text_dim", "image_dim", "pos_embed_seq_len", "qk_norm", "cross_attn_norm"):
+    for name in ("text_dim", "image_dim", "pos_embed_seq_len", "rope_max_seq_len", "qk_norm", "cross_attn_norm"):
         if config[name] != teacher[name]:
             raise UsageError(
                 f"{path}: {name} is {config[name]!r}, the teacher's {teacher[name]!r}.",

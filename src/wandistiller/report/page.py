@@ -201,7 +201,7 @@ def _rest(content: Content) -> list[Markup]:
 
 def _memory(content: Content) -> Markup | None:
     """Return the table of peaks while training, beside what was predicted where it was."""
-    measured, predicted = content.run.metrics.memory_peaks, content.predicted or {}
+    measured, predicted = content.run.memory_peaks, content.predicted or {}
     places = list(dict.fromkeys([*predicted, *measured]))
     if not places:
         return None

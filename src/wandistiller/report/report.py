@@ -82,8 +82,6 @@ def _artists(config: ReportConfig, run: RunFolder) -> Sequence[Artist]:
 
 def _commands(config: ReportConfig, run: RunFolder, artist: Artist, prompts: Prompts, size: Size) -> list[Command]:
     changes: dict[str, Any] = {"output_dir": run.folder, "resume": "auto", "num_steps": 2 * max(run.metrics.step, 1)}
-    if run.num_prompts is not None:
-        changes["num_prompts"] = run.num_prompts
     trained = replace(run.config, num_epochs=type(run.config)().num_epochs)  # the number of steps says it
     drawing = sample_config(config, run, artist, prompts.texts[:1], size)
     return [

@@ -6,7 +6,9 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.toml_file import read_config
@@ -84,12 +86,24 @@ class RunFolder:
     @property
     def predicted(self) -> dict[str, Bytes]:
         """What the run said beforehand that it would use, by place; nothing where it said nothing."""
-        file = self.folder / "plan.json"
-        if not file.is_file():
+        if not self._plan:
             return {}
-        content = json.loads(file.read_text(encoding="utf-8"))
-        place = "host" if content["device"] == "cpu" else content["device"]
-        return {place: Bytes(content["predicted"]["in_use"])}
+        place = "host" if self._plan["device"] == "cpu" else self._plan["device"]
+        return {place: Bytes(self._plan["predicted"]["in_use"])}
+
+    @property
+    def memory_peaks(self) -> dict[str, Bytes]:
+        """The most that was measured while training, by place: in the metrics, and of the host also between their lines."""
+        peaks = self.metrics.memory_peaks
+        if self._plan.get("device") == "cpu" and "measured" in self._plan:
+            peaks["host"] = max(peaks.get("host", Bytes(0)), Bytes(self._plan["measured"]["bytes"]))
+        return peaks
+
+    @cached_property
+    def _plan(self) -> dict[str, Any]:
+        """What was foreseen and measured; nothing where nothing was foreseen."""
+        file = self.folder / "plan.json"
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
     @property
     def model(self) -> Path:
@@ -101,16 +115,6 @@ class RunFolder:
         found = self.config.teacher_path if isinstance(self.config, DistillConfig) else self.config.model
         assert found is not None  # the run checked it
         return found
-
-    @property
-    def num_prompts(self) -> int | None:
-        """How many prompts a distillation's teacher was asked; going on with more steps would ask it others."""
-        if not isinstance(self.config, DistillConfig) or self.config.data_path is None:
-            return None
-        about = (self.config.cache_dir or self.folder / "cache") / "teacher" / "records.json"
-        if self.config.num_prompts is not None or not about.is_file():
-            return self.config.num_prompts
-        return int(json.loads(about.read_text(encoding="utf-8"))["about"]["count"])
 
 
 def read_run(folder: Path) -> RunFolder:

@@ -336,11 +336,16 @@ def _timesteps(noisy: Tensor, timestep: float, conditioning: Conditioning, job: 
 
 
 def _noise(job: Job, seeds: Sequence[int] | None) -> Tensor:
-    """Return the noise to start from, drawn on the host so that it does not depend on device, batch or prompts."""
-    shape = (1, job.transformers[0].config["out_channels"], *job.geometry.latent_shape)
+    """Return the noise to start from, drawn on the host so that it does not depend on device, batch or prompts.
+
+    A student with other channels than its teacher's sees the teacher's noise through its adapter, as it was trained to.
+    """
+    channels = job.transformers[0].config["out_channels"] if job.adapter is None else job.adapter.teacher_channels
+    shape = (1, channels, *job.geometry.latent_shape)
     if seeds is None:
         seeds = [job.config.seed + index for index in range(job.config.batch_size)] * len(job.prompts)
-    return torch.cat([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    noise = torch.cat([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    return noise if job.adapter is None else job.adapter.rotate(noise)
 
 
 def _numbered(path: Path, index: int, total: int) -> Path:

@@ -155,7 +155,7 @@ def _check_student(job: DistillJob) -> None:
 
 
 def _check_size(job: DistillJob) -> None:
-    """Raise ``UsageError`` for a size that does not divide into the patches of teacher and student."""
+    """Raise ``UsageError`` for a size that does not divide into the patches of teacher and student, or has too many."""
     config, usual = job.config, usual_size(job.vae.config)
     spatial, theirs, mine = (
         job.vae.config["scale_factor_spatial"],
@@ -172,6 +172,9 @@ def _check_size(job: DistillJob) -> None:
                 f"{spatial} pixels: it must be a multiple of {multiple}.",
                 fix=f"Take {flag} {above}{f' or {below}' if below else ''}, or another patch_size for the student.",
             )
+        longest = job.teacher_config["rope_max_seq_len"] * spatial * min(*theirs[1:], *mine[1:])
+        if pixels > longest:
+            raise UsageError(f"{flag} {pixels} is more than this teacher has positions for.", fix=f"Give at most {longest}.")
     together, temporal = math.lcm(theirs[0], mine[0]), job.vae.config["scale_factor_temporal"]
     for count in _frame_counts(job, reads_data=together > 1):
         latent_frames = (count - 1) // temporal + 1

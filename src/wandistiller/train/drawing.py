@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.solver import SOLVERS, integrate
+from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.train.optimisation import MixedPrecision, autocast
 
 Decode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -26,12 +27,14 @@ class Drawing:
     empty_text: Tensor
     """(tokens, width)"""
     latent_shape: tuple[int, int, int, int]
+    """Of the noise, which ``adapter``, if there is one, brings into the model's channels."""
     num_steps: int
     shift: float
     solver: str
     cfg_scale: float
     seed: int
     dtype: torch.dtype
+    adapter: ChannelAdapter | None = None
 
 
 @torch.no_grad()
@@ -43,7 +46,9 @@ def draw(
     empty = drawing.empty_text.to(device, drawing.dtype).expand(len(indices), -1, -1)
     noise = torch.stack(
         [torch.randn(drawing.latent_shape, generator=torch.Generator().manual_seed(drawing.seed + index)) for index in indices]
-    )
+    ).to(device)
+    if drawing.adapter is not None:
+        noise = drawing.adapter.rotate(noise)
 
     def velocity(noisy: Tensor, sigma: float, timestep: float) -> Tensor:
         def predict(condition: Tensor) -> Tensor:
@@ -58,6 +63,6 @@ def draw(
     solver = SOLVERS[drawing.solver]
     was_training = model.training
     model.eval()
-    latents = integrate(solver.steps, velocity, noise.to(device), solver.schedule(drawing.num_steps, drawing.shift))
+    latents = integrate(solver.steps, velocity, noise, solver.schedule(drawing.num_steps, drawing.shift))
     model.train(was_training)
     return latents

@@ -121,16 +121,16 @@ class Studio:
         return self._make([samples.caption(index) for index in indices], text, samples.empty_text, shape)
 
     def _make(self, prompts: Sequence[str], text: Tensor, empty_text: Tensor, shape: tuple[int, int, int, int]) -> Drawing:
-        channels = shape[0] if self.adapter is None else self.adapter.student_channels
         return Drawing(
             prompts=prompts,
             text=cut_text(text, self.max_text_tokens),
             empty_text=empty_text,
-            latent_shape=(channels, *shape[1:]),
+            latent_shape=shape,
             num_steps=self.config.sample_steps,
             shift=self.shift,
             solver=self.pipeline.solver,
             cfg_scale=self.config.cfg_scale,
             seed=self.config.seed,
             dtype=self.dtype,
+            adapter=self.adapter,
         )

@@ -129,6 +129,7 @@ def test_layers_are_filled_in_later(read):
         ({"text_max_length": 513}, "at most 512 tokens"),
         ({"text_dim": 64}, "same text and image embeddings"),
         ({"cross_attn_norm": False}, "cross_attn_norm"),
+        ({"rope_max_seq_len": 2}, "rope_max_seq_len is 2, the teacher's 1024"),
         ({"added_kv_proj_dim": 96}, "added_kv_proj_dim"),
         ({"latent_channels": 4, "in_channels": 8}, "also in_channels = 8"),
         ({"in_channels": 4, "out_channels": 8}, "also out_channels = 8"),

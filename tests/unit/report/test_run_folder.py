@@ -28,13 +28,16 @@ def test_a_complete_folder(run):
     assert (found.command, found.base, found.config.batch_size) == ("distill", "tiny", 8)
     # The line that was cut short is left out.
     assert found.metrics.over_steps("loss") == [(1, 0.5)]
-    assert found.num_prompts is None
 
 
-def test_how_many_prompts_the_teacher_was_asked(run):
-    (run / "cache" / "teacher").mkdir(parents=True)
-    (run / "cache" / "teacher" / "records.json").write_text(json.dumps({"about": {"count": 60}}))
-    assert read_run(run).num_prompts == 60
+def test_what_the_host_held_between_lines_of_metrics_counts(run):
+    (run / "metrics.jsonl").write_text('{"step": 1, "time": 2.0, "memory/host_gb": 2.0}\n')
+    plan = {"device": "cpu", "predicted": {"in_use": 2_500_000_000}}
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert read_run(run).memory_peaks == {"host": Bytes(2_000_000_000)}
+    (run / "plan.json").write_text(json.dumps({**plan, "measured": {"bytes": 2_400_000_000}}))
+    assert read_run(run).memory_peaks == {"host": Bytes(2_400_000_000)}
+    assert read_run(run).predicted == {"host": Bytes(2_500_000_000)}
 
 
 def remove(*names):

@@ -117,6 +117,22 @@ def test_trajectories_lie_where_the_flow_goes():
     torch.testing.assert_close(records.target, expected)
 
 
+class ScaledTeacher:
+    """Says as many times what it is asked as it is guided."""
+
+    def answer(self, noisy, sigma, text, *, scale=1.0, blocks=()):
+        return Answer(scale * noisy)
+
+
+@pytest.mark.parametrize("learns_guided", [False, True])
+def test_guidance_leads_the_way_and_is_the_target_where_it_is_learnt(learns_guided):
+    how = {"solver": "euler", "num_steps": 2, "shift": 2.0, "scale": 3.0, "seed": 3, "draw": 0, "device": CPU}
+    found = roll_out(ScaledTeacher(), torch.zeros(1, 1, 1), [4], (2, 1, 3, 3), **how, learns_guided=learns_guided)
+    torch.testing.assert_close(found.target, (3.0 if learns_guided else 1.0) * found.noisy)
+    first, second, _ = euler_schedule(2, 2.0).sigmas
+    torch.testing.assert_close(found.noisy[1], found.noisy[0] + (second - first) * 3.0 * found.noisy[0])
+
+
 def test_the_noise_of_a_caption_and_a_draw_is_its_own():
     how = {"solver": "euler", "num_steps": 2, "shift": 1.0, "scale": 1.0, "learns_guided": False, "seed": 3, "device": CPU}
     both = roll_out(GaussianTeacher(), torch.zeros(2, 1, 1), [4, 7], (2, 1, 3, 3), **how, draw=0)

@@ -12,6 +12,7 @@ from wandistiller.data.buckets import Bucket
 from wandistiller.data.loader import Batch, read_batch
 from wandistiller.data.prompt_samples import PromptSamples
 from wandistiller.flow.sigma import SigmaDistribution
+from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches, _health
 from wandistiller.train.teacher import Answer
@@ -115,6 +116,49 @@ def test_a_stored_target_needs_no_teacher():
     role = Role("student", ToyTransformer((1.5,)), is_trained=True)
     method = Distillation(role, None, Objectives(), guidance_scale=1.0, dtype=torch.float32)
     torch.testing.assert_close(method.losses(batch).total, torch.tensor(4.0))  # (1.5 * 2 - 1)^2
+
+
+def test_a_student_of_other_channels_is_asked_and_answered_through_its_adapter():
+    """Data are centred, mapped and divided, noise is mapped alone; a velocity is what is between the two of them."""
+    matrix = torch.linalg.qr(torch.randn(4, 2, generator=torch.Generator().manual_seed(1)))[0].T.contiguous()
+    mean, std = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([0.5, 2.0])
+
+    def mapped(noise):
+        return torch.einsum("sc,bcfhw->bsfhw", matrix, noise)
+
+    def down(data):
+        return mapped(data - mean.view(1, -1, 1, 1, 1)) / std.view(1, -1, 1, 1, 1)
+
+    batch = make_batch()
+    sigma, noisy = batch.tensors["sigma"].view(-1, 1, 1, 1, 1), noisy_of(batch)
+    # The teacher says 3 * noisy, which is noise less data; the student 1.5 times what it is given.
+    data, noise = down(noisy - sigma * 3 * noisy), mapped(noisy + (1 - sigma) * 3 * noisy)
+    given = (1 - sigma) * data + sigma * noise
+    method, _, _ = make(Objectives(), adapter=ChannelAdapter(matrix, mean, std))
+    torch.testing.assert_close(method.losses(batch).total, (1.5 * given - (noise - data)).square().mean())
+    data, noise = down(batch.tensors["latents"]), mapped(batch.tensors["noise"])
+    errors = (1.5 * ((1 - sigma) * data + sigma * noise) - (noise - data)).square().flatten(1).mean(1)
+    torch.testing.assert_close(method.held_out_errors(batch.tensors), errors)
+
+
+def test_the_student_is_given_the_beginning_of_captions_and_the_teacher_all():
+    class Listener(ToyTransformer):
+        def forward(self, hidden_states, timestep, encoder_hidden_states, return_dict=False):
+            heard.append(encoder_hidden_states)
+            return super().forward(hidden_states, timestep, encoder_hidden_states)
+
+    class ListeningTeacher(ToyTeacher):
+        def answer(self, noisy, sigma, text, **options):
+            heard.append(text)
+            return super().answer(noisy, sigma, text, **options)
+
+    heard: list[torch.Tensor] = []
+    text = torch.arange(1.0, 9.0).view(2, 4, 1)
+    role = Role("student", Listener((1.5,)), is_trained=True)
+    options = {"guidance_scale": 1.0, "dtype": torch.float32, "max_text_tokens": 3}
+    Distillation(role, ListeningTeacher(), Objectives(), **options).losses(make_batch(text=text))
+    assert torch.equal(heard[0], text)
+    assert torch.equal(heard[1][:, :3], text[:, :3]) and not heard[1][:, 3:].any()
 
 
 def test_only_the_student_learns_and_the_teachers_words_have_no_graph():
