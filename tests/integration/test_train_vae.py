@@ -53,7 +53,14 @@ def test_from_data_to_a_vae_that_everybody_loads(tmp_path, capfd):
     assert sample(prompt="x", output=tmp_path / "x.png", **options)[0].files[0].exists()
 
 
-@pytest.mark.parametrize("options", [{}, {"gan_training": True, "critic_width": 4, "r1_interval": 2, "use_ema": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gan_training": True, "critic_width": 4, "r1_interval": 2, "use_ema": True},
+        {"channels_last": True, "use_ema": True, "mixed_precision": "fp16", "gradient_accumulation": 2, "training_steps": 2},
+    ],
+)
 def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
     """The critic's weights, its moments and its spectral norms are part of the state."""
     train_vae(**QUICK, **options, output_dir=tmp_path / "straight", num_steps=4)
@@ -141,6 +148,10 @@ def test_channels_last_is_the_same_training(tmp_path):
         ({"reduced_min_sizes": (32,)}, "--reduced-min-sizes 32 is no smaller size"),
         ({"lpips_checkpointing": True}, "without --use-lpips"),
         ({"r1_interval": 0}, "--r1-interval 0 is out of range"),
+        ({"gan_training": True, "r1_gamma": 0, "r1_interval": 4}, "--r1-interval changes nothing without --r1-gamma"),
+        ({"kl_beta": 0.0, "kl_free_bits": 0.1}, "--kl-free-bits changes nothing without --kl-beta"),
+        ({"kl_beta": 0.0, "kl_warmup_steps": 5}, "--kl-warmup-steps changes nothing without --kl-beta"),
+        ({"validate_every": 5}, "--validate-every changes nothing without --held-out"),
     ],
 )
 def test_wrong_input(tmp_path, changes, message):
