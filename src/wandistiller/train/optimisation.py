@@ -210,3 +210,7 @@ class Optimisation:
                 master.copy_(tensors[f"master.{name}"])
         if self._scaler.is_enabled() and facts["scaler"]:  # empty after steps in another precision
             self._scaler.load_state_dict(dict(facts["scaler"]))
+
+
+def _differ_in_layout(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.stride() != second.stride()

@@ -117,7 +117,7 @@ def test_the_critic_is_as_loud_as_the_gradients_of_the_step_before_say(vae):
 
 
 def test_the_critics_loudness_survives_float16(vae):
-    """A mean over many pixels has gradients that float16 has no numbers for; the same pixels, many times, have the same scale."""
+    """A mean over many pixels has gradients that float16 has no numbers for; the same pixels, many times, scale alike."""
     method, few, many = make(vae), torch.rand(1, 16, 16), 2**24
     weight, scales = vae.decoder.conv_out.weight, []
     for count in (few.numel(), many):
