@@ -1,6 +1,7 @@
 """``train-vae`` end to end on a tiny VAE and a small world."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from wandistiller.errors import TrainingError, UsageError
 from wandistiller.models import lpips, vae_passes
 from wandistiller.models.critic import PatchCritic
 from wandistiller.models.vae_passes import decode_unclamped
-from wandistiller.train import vae_run
+from wandistiller.train import vae_quality, vae_run
 
 WORLD = {"dataset_path": "world:6:1x32x32", "width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {"model": "tiny-random", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
@@ -53,7 +54,14 @@ def test_from_data_to_a_vae_that_everybody_loads(tmp_path, capfd):
     assert sample(prompt="x", output=tmp_path / "x.png", **options)[0].files[0].exists()
 
 
-@pytest.mark.parametrize("options", [{}, {"gan_training": True, "critic_width": 4, "r1_interval": 2, "use_ema": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gan_training": True, "critic_width": 4, "r1_interval": 2, "use_ema": True},
+        {"channels_last": True, "use_ema": True, "mixed_precision": "fp16", "gradient_accumulation": 2, "training_steps": 2},
+    ],
+)
 def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
     """The critic's weights, its moments and its spectral norms are part of the state."""
     train_vae(**QUICK, **options, output_dir=tmp_path / "straight", num_steps=4)
@@ -68,12 +76,70 @@ def test_lpips_is_learnt_from_and_measured(tmp_path, monkeypatch):
     save_file(lpips.Lpips(widths=widths).state_dict(), file)
     monkeypatch.setattr(lpips, "VGG16_WIDTHS", widths)
     monkeypatch.setattr(lpips, "lpips_file", lambda: file)
-    options = {"use_lpips": True, "lpips_checkpointing": True, "held_out": "world-heldout:2:1x32x32"}
+    options = {"use_lpips": True, "lambda_lpips": 0.4, "lpips_checkpointing": True, "held_out": "world-heldout:2:1x32x32"}
     done = train_vae(**QUICK, **options, output_dir=tmp_path / "run", num_steps=1)
     assert done.quality["held_out/lpips"] > 0
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    total = line["reconstruction"] + line["perceptual"] + 1e-6 * line["kl"]
+    total = line["reconstruction"] + 0.4 * line["perceptual"] + 1e-6 * line["kl"]
     assert line["loss"] == pytest.approx(total, rel=1e-5)
+
+
+def test_the_average_is_what_is_measured_and_exported(tmp_path, monkeypatch):
+    seen, measuring = [], vae_quality.reconstruct
+
+    def note(vae_pass, *rest):
+        seen.append({name: value.detach().clone() for name, value in vae_pass.state_dict().items()})
+        return measuring(vae_pass, *rest)
+
+    monkeypatch.setattr(vae_quality, "reconstruct", note)
+    options = {"use_ema": True, "ema_decay": 0.9, "held_out": "world-heldout:1:1x32x32", "num_steps": 2}
+    train_vae(**QUICK, **options, output_dir=tmp_path)
+    state = load_state(TrainingStates(tmp_path / "states", 2).newest())
+    averages, exported = state.part("callbacks/KeepAverage"), weights(tmp_path)
+    assert {name.removeprefix("vae.") for name in averages} == exported.keys()
+    for name, value in averages.items():
+        assert torch.equal(exported[name.removeprefix("vae.")], value), name
+        assert torch.equal(seen[-1][name], value), name
+    assert not all(torch.equal(state.part("roles/vae")[name], value) for name, value in averages.items())
+
+
+def test_the_flags_reach_the_training(tmp_path, monkeypatch):
+    """With as many turns and as large steps as were asked for; the critic's schedule is that of steps, not of turns."""
+    made, methods, optimisation, training = {}, [], vae_run.Optimisation, vae_run.VaeTraining
+
+    def note(parameters, options, precision, *rest, **more):
+        made[next(iter(parameters)).partition(".")[0]] = options.rate, precision
+        return optimisation(parameters, options, precision, *rest, **more)
+
+    monkeypatch.setattr(vae_run, "Optimisation", note)
+    monkeypatch.setattr(vae_run, "VaeTraining", lambda *some, **more: methods.append(training(*some, **more)) or methods[0])
+    flags = {"gan_training": True, "critic_width": 4, "critic_learning_rate": 5e-4, "training_steps": 2, "use_fp16": True}
+    more = {"reduced_min_sizes": (24,), "gradient_accumulation": 2, "kl_warmup_steps": 4, "r1_interval": 2}
+    assert train_vae(**QUICK, **flags, **more, output_dir=tmp_path, num_steps=3).step == 3
+    assert made == {"vae": (1e-3, "fp16"), "layers": (5e-4, "fp16")}
+    assert [turn.role for turn in methods[0].turns] == ["vae", "critic"] * 2
+    assert [tuple(each.shape[-2:]) for each in methods[0]._at_sizes(torch.zeros(1, 3, 1, 32, 32))] == [(32, 32), (24, 24)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert ["critic/r1" in line for line in lines if "critic/real" in line] == [True, False, True]
+
+
+def test_the_statistics_are_not_those_of_the_first_samples():
+    """Data are often sorted: here the first half is dark and the second bright."""
+
+    class Sorted:
+        def __len__(self):
+            return 40
+
+        def pixels(self, index):
+            return torch.full((3, 1, 8, 8), -1.0 if index < 20 else 1.0)
+
+    def encode(pixels):
+        return SimpleNamespace(latent_dist=SimpleNamespace(mean=pixels, logvar=torch.full_like(pixels, -30.0)))
+
+    vae = SimpleNamespace(config={"z_dim": 3}, encode=encode)
+    mean, std = vae_run.measure_latents(vae, Sorted(), 20, torch.device("cpu"))
+    assert max(abs(value) for value in mean) < 0.5
+    assert std == pytest.approx([(1 - value**2) ** 0.5 for value in mean])
 
 
 class PoisonedCritic(PatchCritic):
@@ -141,6 +207,10 @@ def test_channels_last_is_the_same_training(tmp_path):
         ({"reduced_min_sizes": (32,)}, "--reduced-min-sizes 32 is no smaller size"),
         ({"lpips_checkpointing": True}, "without --use-lpips"),
         ({"r1_interval": 0}, "--r1-interval 0 is out of range"),
+        ({"gan_training": True, "r1_gamma": 0, "r1_interval": 4}, "--r1-interval changes nothing without --r1-gamma"),
+        ({"kl_beta": 0.0, "kl_free_bits": 0.1}, "--kl-free-bits changes nothing without --kl-beta"),
+        ({"kl_beta": 0.0, "kl_warmup_steps": 5}, "--kl-warmup-steps changes nothing without --kl-beta"),
+        ({"validate_every": 5}, "--validate-every changes nothing without --held-out"),
     ],
 )
 def test_wrong_input(tmp_path, changes, message):

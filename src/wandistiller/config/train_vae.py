@@ -161,6 +161,12 @@ class TrainVaeConfig(TrainingConfig):
         if not self.gan_training:
             critic = ("lambda_adv", "gan_start", "r1_gamma", "r1_interval", "critic_width", "critic_learning_rate")
             check_idle(self, "--gan-training", *critic)
+        elif not self.r1_gamma:
+            check_idle(self, "--r1-gamma 5 or the like", "r1_interval")
+        if not self.kl_beta:
+            check_idle(self, "--kl-beta 1e-6 or the like", "kl_warmup_steps", "kl_free_bits")
+        if self.held_out is None and self.validate_every:
+            check_idle(self, "--held-out", "validate_every")
 
     @property
     def precision_name(self) -> PrecisionName:

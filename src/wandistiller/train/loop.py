@@ -128,7 +128,7 @@ class Loop:
 
     def run(self) -> Stopped:
         """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
-        with self._interrupts(), self._training_together(), self._saves or nullcontext():
+        with self._interrupts(), self._training_together(), self._saves or nullcontext(), self._reading():
             self._tell("started")
             self.clock = StepClock(self.device)
             first, since, seconds = self.step, self.step, 0.0
@@ -166,6 +166,14 @@ class Loop:
         if self._steps is not None:
             self._steps.close()
         self._steps = None
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Send the workers home also after an error: Python waits for them at its end, and no signal stops them."""
+        try:
+            yield
+        finally:
+            self.read_anew()
 
     def _next_batches(self) -> list[Batch]:
         if self._steps is None:

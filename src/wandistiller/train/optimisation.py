@@ -197,9 +197,20 @@ class Optimisation:
                 name, _, entry = key.removeprefix("state.").rpartition(":")
                 if isinstance(value, Tensor) and (entry != "step" or is_fused):
                     value = value.to(stepped[name].device)
+                if (
+                    isinstance(value, Tensor)
+                    and value.shape == stepped[name].shape
+                    and value.stride() != stepped[name].stride()
+                ):
+                    # Fused optimisers walk through memory, and would give moments to other weights than theirs.
+                    value = torch.empty_like(stepped[name], dtype=value.dtype).copy_(value)
                 self.optimiser.state[stepped[name]][entry] = value
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(tensors[f"master.{name}"])
         if self._scaler.is_enabled() and facts["scaler"]:  # empty after steps in another precision
             self._scaler.load_state_dict(dict(facts["scaler"]))
+
+
+def _differ_in_layout(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.stride() != second.stride()

@@ -294,9 +294,10 @@ def measure_latents(
 ) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation of each latent channel over samples, drawn from their distributions."""
     sums, squares, total = (torch.zeros(vae.config["z_dim"], dtype=torch.float64) for _ in range(3))
-    count = min(count, len(samples))
-    with progress("Measuring latents", count, "sample") as advance:
-        for index in range(count):
+    # Not the first ones: data are often sorted.
+    chosen = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    with progress("Measuring latents", len(chosen), "sample") as advance:
+        for index in chosen:
             pixels = samples.pixels(index)[None].to(device)
             # Apple's GPUs have no float64.
             mean, logvar = (each.cpu().double() for each in encode_distribution(vae, pixels))

@@ -193,6 +193,16 @@ def test_a_loss_that_is_not_a_number_stops_with_the_batch_named(tmp_path, save_e
         assert all(torch.isfinite(value).all() for value in load_state(newest).tensors.values())
 
 
+def test_no_worker_outlives_an_error(tmp_path):
+    """Python waits for them when it ends, and they leave signals alone: a script would never come back."""
+    before = set(multiprocessing.active_children())
+    loop = make_loop(tmp_path, steps=5, batch_size=1, reader=ToyReader(5, bad=2), workers=2)
+    with pytest.raises(TrainingError) as caught:
+        loop.run()
+    assert caught.tb is not None, "the traceback holds everything"
+    assert set(multiprocessing.active_children()) <= before
+
+
 class Blaming(ToyMethod):
     """Its metric runs over in the third step, through another role's fault, and its loss does not; or its gradients do."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -149,7 +150,7 @@ class VaeTraining:
             if batch.step >= weights.adversarial_start:
                 with self._critic.frozen():
                     word = hinge_generator(self._critic.model(found).float())
-                scale = self._scale(closeness, word, batch.num_samples)
+                scale = self._scale(closeness, word, batch.num_samples, found.numel())
                 metrics |= {"adversarial": word, "adversarial_weight": scale}
                 total = total + weights.adversarial * scale * word
         return Losses(total, {name: value.detach() for name, value in metrics.items()})
@@ -172,13 +173,15 @@ class VaeTraining:
         with self._critic.whole():
             cast(PatchCritic, self._critic.model).update_norms()
 
-    def _scale(self, closeness: Tensor, word: Tensor, num_samples: int) -> Tensor:
+    def _scale(self, closeness: Tensor, word: Tensor, num_samples: int, num_pixels: int) -> Tensor:
         """Return the critic's scale for this step, and take note of the gradients at the last layer for the next."""
         vae_pass = cast(VaePass, self._vae.model)
         if not self._weights.adaptive:
             return torch.ones_like(word).detach()
+        # For float16, in which the gradients of a mean over a clip's pixels vanish, and those of a sum run over.
+        size = math.sqrt(num_pixels)
         found = [
-            torch.autograd.grad(loss, vae_pass.last_layer, retain_graph=True)[0].float() * num_samples
+            torch.autograd.grad(loss * size, vae_pass.last_layer, retain_graph=True)[0].float() * (num_samples / size)
             for loss in (closeness, word)
         ]
         self._num_noted += num_samples

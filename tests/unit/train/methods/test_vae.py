@@ -4,6 +4,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
+from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.models.critic import PatchCritic
@@ -11,6 +12,7 @@ from wandistiller.models.latents import latent_shape
 from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, lay_channels_last
 from wandistiller.train.method import Role
 from wandistiller.train.methods.vae import VaeTraining, VaeWeights
+from wandistiller.train.vae_losses import kl_divergence, reconstruction
 
 
 @pytest.fixture
@@ -112,6 +114,68 @@ def test_the_critic_is_as_loud_as_the_gradients_of_the_step_before_say(vae):
     assert scales[0] > 0
     assert scales[1] == pytest.approx(scales[0], rel=0.02)
     assert whole.vae_losses(batch(step=1)).metrics["adversarial_weight"].item() == pytest.approx(scales[0])
+
+
+def test_the_critics_loudness_survives_float16(vae):
+    """A mean over many pixels has gradients that float16 has no numbers for; the same pixels, many times, scale alike."""
+    method, few, many = make(vae), torch.rand(1, 16, 16), 2**24
+    weight, scales = vae.decoder.conv_out.weight, []
+    for count in (few.numel(), many):
+        pixels = (few.half() * weight.sum().half()).repeat(count // few.numel(), 1, 1).float()
+        method._scale(pixels.abs().mean(), -0.1 * pixels.mean(), 1, pixels.numel())
+        method.finish_step(Ranks())
+        scales.append(method.roles["vae"].model.adversarial_scale.item())
+    assert scales == pytest.approx([10.0, 10.0], rel=0.02)
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.0])
+def test_the_vaes_total_is_every_loss_by_its_weight(vae, weight):
+    def distance(found, wanted):
+        return (found - wanted).square().mean((1, 2, 3, 4))
+
+    method = make(vae, adversarial=weight, perceptual=0.3, kl_beta=0.2, kl_free_bits=0.5, high_frequency=0.7)
+    method._perceptual = distance
+    method.roles["vae"].model.adversarial_scale.fill_(3.0)
+    losses = method.vae_losses(batch())
+    ((wanted, found),) = method._fakes[3]
+    with torch.no_grad():
+        words = method.roles["critic"].model(found)
+        noise = [torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)]
+        by_hand, mean, logvar = VaePass(vae)(wanted, torch.stack(noise))
+    torch.testing.assert_close(found, by_hand)
+    expected = {
+        "reconstruction": reconstruction(found, wanted, high_frequency_weight=0.7),
+        "kl": kl_divergence(mean, logvar, free_bits=0.5),
+        "perceptual": distance(found, wanted).mean(),
+        "adversarial": -words.mean(),
+    }
+    counts = {"reconstruction": 1.0, "kl": 0.2, "perceptual": 0.3, "adversarial": weight * 3.0}
+    for name, value in expected.items():
+        assert losses.metrics[name].item() == pytest.approx(value.item(), rel=1e-4), name
+    assert losses.total.item() == pytest.approx(sum(counts[name] * expected[name].item() for name in counts), rel=1e-4)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_the_critics_total_is_its_hinge_and_the_penalty_of_real_ones_by_interval(vae, step):
+    method = make(vae, r1_gamma=0.3, r1_interval=4)
+    method.vae_losses(batch(step))
+    ((wanted, found),) = method._fakes[3]
+    critic, real = method.roles["critic"].model, wanted.clone().requires_grad_(True)
+    words = critic(real)
+    hinge = (1 - words).relu().mean() + (1 + critic(found)).relu().mean()
+    (slope,) = torch.autograd.grad(words.flatten(1).mean(1).sum(), real)
+    penalty = 4 * 0.3 / 2 * slope.square().sum((1, 2, 3, 4)).mean() if step == 0 else 0.0
+    losses = method.critic_losses(batch(step))
+    assert losses.total.item() == pytest.approx(float(hinge + penalty), rel=1e-4)
+    assert losses.metrics["critic/real"].item() == pytest.approx(words.mean().item(), rel=1e-4)
+    assert losses.metrics["critic/fake"].item() == pytest.approx(critic(found).mean().item(), rel=1e-4)
+
+
+def test_the_weights_are_those_of_the_flags():
+    flags = {"kl_beta": 1.0, "kl_warmup_steps": 2, "kl_free_bits": 3.0, "r1_gamma": 4.0, "r1_interval": 5}
+    config = TrainVaeConfig(high_frequency_weight=6.0, lambda_lpips=7.0, lambda_adv=8.0, gan_start=9, **flags)
+    others = {"high_frequency": 6.0, "perceptual": 7.0, "adversarial": 8.0, "adversarial_start": 9}
+    assert VaeWeights.of(config) == VaeWeights(**flags, **others)
 
 
 def test_smaller_sizes_share_the_step(vae):
