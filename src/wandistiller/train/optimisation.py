@@ -197,11 +197,7 @@ class Optimisation:
                 name, _, entry = key.removeprefix("state.").rpartition(":")
                 if isinstance(value, Tensor) and (entry != "step" or is_fused):
                     value = value.to(stepped[name].device)
-                if (
-                    isinstance(value, Tensor)
-                    and value.shape == stepped[name].shape
-                    and value.stride() != stepped[name].stride()
-                ):
+                if isinstance(value, Tensor) and _differ_in_layout(value, stepped[name]):
                     # Fused optimisers walk through memory, and would give moments to other weights than theirs.
                     value = torch.empty_like(stepped[name], dtype=value.dtype).copy_(value)
                 self.optimiser.state[stepped[name]][entry] = value
