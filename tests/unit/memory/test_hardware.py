@@ -60,7 +60,7 @@ def test_what_is_said_counts():
         ("streaming-5b", "wan2.2-5b 8 images", "resident, compiled", "wan2.2-5b", (1, 44, 80, 8), {"is_compiled": True}),
         ("streaming-14b", "wan2.1-14b 8 images", "resident", "wan2.1-14b", (1, 60, 104, 8), {}),
         (
-            "activations",
+            "activations-other-ways",
             "wan2.2-5b video, 27,280 tokens",
             "diffusers checkpointing, eager",
             "wan2.2-5b",

@@ -58,7 +58,7 @@ def played(use):
             use_of("wan2.1-14b", (21, 60, 104, 1), is_streamed=True),
         ),
         (
-            "activations",
+            "activations-other-ways",
             "wan2.2-5b video, 27,280 tokens",
             "diffusers checkpointing, eager",
             use_of("wan2.2-5b", VIDEO, trains="everything", policy="full"),
@@ -76,7 +76,7 @@ def played(use):
             use_of("wan2.2-5b", VIDEO, trains="everything", policy="selective", is_compiled=True),
         ),
         (
-            "activations",
+            "activations-other-ways",
             "wan2.2-5b video, 27,280 tokens",
             "full, to host, compiled",
             use_of("wan2.2-5b", VIDEO, trains="everything", policy="full", to_host=True, is_compiled=True),
