@@ -15,15 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from common import DEVICE
+from streaming import limit_memory
 
 from wandistiller.cli.main import parse
 from wandistiller.memory.estimates import Estimate, margin
 from wandistiller.plan.planner import Plan, make_plan
 from wandistiller.plan.ranking import flags
-from wandistiller.plan.trial import try_out
+from wandistiller.plan.trial import Work, try_out
 
 GIB = 2**30
-DEVICE = torch.device("cuda")
 VIDEO_5B = "--width 1280 --height 704 --frames 121"
 VIDEO = "--width 832 --height 480 --frames 81"
 IMAGE = "--width 832 --height 480 --frames 1"
@@ -67,21 +68,22 @@ class Row:
         )
 
 
-def longest(estimate: Estimate) -> object:
+def longest(estimate: Estimate) -> Work:
     """Return the work of the phase that the job is about."""
     phases = [phase for phase in estimate.phases if phase.work is not None]
-    return max(phases, key=lambda phase: phase.seconds * phase.num_steps).work
+    work: Work = max(phases, key=lambda phase: phase.seconds * phase.num_steps).work
+    return work
 
 
-def runs(work: object, limit: float) -> float | None:
-    """Return the gigabytes that were held, or None where they were not enough."""
-    torch.cuda.set_per_process_memory_fraction(limit * GIB / torch.cuda.get_device_properties(DEVICE).total_memory)
+def runs(work: Work, limit: int) -> float | None:
+    """Return the gigabytes that were held, or None where the limit was not enough."""
+    limit_memory(limit)
     try:
-        return try_out(work, DEVICE, num_steps=1).reserved / GIB  # type: ignore[arg-type]
+        return try_out(work, DEVICE, num_steps=1).reserved / GIB
     except torch.OutOfMemoryError:
         return None
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        limit_memory(None)
 
 
 def plan_for(job: str, card: float, ram: str) -> Plan:
@@ -94,9 +96,8 @@ def try_plan(job: str, card: float, ram: str) -> Row:
     plan = plan_for(job, card, ram)
     if plan.best is None:
         sys.exit(f"{job}: nothing fits on {card} GiB.")
-    asked = plan.asked.estimate
-    must_fail = asked.in_use > plan.hardware.room + margin(plan.hardware.room)
-    room = plan.hardware.room / GIB
+    asked, room = plan.asked.estimate, plan.hardware.room
+    must_fail = asked.in_use > room + margin(room)
     return Row(
         job,
         card,
@@ -120,7 +121,8 @@ def main() -> None:
         if arguments.plan_only:
             plan = plan_for(job, card, arguments.ram)
             chosen = "nothing" if plan.best is None else f"{flags(plan.best)} {plan.best.estimate.device}"
-            print(f"{job} on {card} GiB: {chosen}; as asked for {plan.asked.estimate.in_use}", flush=True)
+            asked = plan.asked.estimate
+            print(f"{job} on {card} GiB: {chosen}; as asked for {asked.in_use}, {type(longest(asked)).__name__}", flush=True)
             continue
         rows.append(try_plan(job, card, arguments.ram))
         print(rows[-1], flush=True)

@@ -9,72 +9,31 @@ files from the page cache before every run. The public way is accelerate's ``dis
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from common import DEVICE, Measurement, RandomWeights, empty_model, fill, inputs_for, measure, release, save
-from safetensors.torch import save_file
 from streaming import SHAPES
 from torch import nn
 
 from wandistiller.memory.placement import Placed, Subject
 from wandistiller.memory.placements import find_placement
+from wandistiller.memory.raw_reads import forget_files, read_files
+from wandistiller.models.random_weights import write_weights
 from wandistiller.models.stored import TRANSFORMER, StoredModel, build_empty, inspect_checkpoint
-
-SHARD_BYTES = 2 * 10**9
-PIECE = 16 * 2**20
 
 
 def write_model(size: str, weights: RandomWeights, folder: Path) -> list[Path]:
     """Write a model's weights in shards, with the configuration beside them."""
-    import json
-
-    model, shards, used = empty_model(size), [{}], 0
-    for name in model.state_dict():
-        value = weights(name).contiguous()
-        if used + value.nbytes > SHARD_BYTES:
-            shards.append({})
-            used = 0
-        shards[-1][name] = value
-        used += value.nbytes
-    total, index, files = len(shards), {}, []
-    for number, shard in enumerate(shards, 1):
-        files.append(folder / f"diffusion_pytorch_model-{number:05}-of-{total:05}.safetensors")
-        save_file({name: value.clone() for name, value in shard.items()}, files[-1])
-        index |= dict.fromkeys(shard, files[-1].name)
-    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    model = empty_model(size)
+    files = write_weights(weights, model.state_dict(), folder)
     (folder / "config.json").write_text(json.dumps({**model.config, "_class_name": "WanTransformer3DModel"}))
     os.sync()
     return files
-
-
-def forget(files: list[Path]) -> None:
-    """Drop files from the page cache."""
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def read_sequentially(files: list[Path], threads: int) -> None:
-    """Read files front to back, ``threads`` pieces under way at a time, into memory that is used again and again."""
-    buffers = threading.local()
-
-    def read(file: Path, offset: int) -> None:
-        if not hasattr(buffers, "memory"):
-            buffers.memory = bytearray(PIECE)
-        descriptor = os.open(file, os.O_RDONLY)
-        os.preadv(descriptor, [buffers.memory], offset)
-        os.close(descriptor)
-
-    with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(read, file, at) for file in files for at in range(0, file.stat().st_size, PIECE)]:
-            done.result()
 
 
 def ours(stored: StoredModel) -> tuple[nn.Module, Placed]:
@@ -125,7 +84,7 @@ def main() -> None:
 
         def cold(run: Callable[[], object], what: list[Path] = files) -> Callable[[], object]:
             def once() -> object:
-                forget(what)
+                forget_files(what)
                 return run()
 
             return once
@@ -139,14 +98,14 @@ def main() -> None:
             save("disk", rows, arguments.output)
 
         for threads in (1, 8):
-            row(f"raw sequential read, {threads} threads", cold(lambda n=threads: read_sequentially(files, n)), total)
+            row(f"raw sequential read, {threads} threads", cold(lambda n=threads: read_files(files, num_threads=n)), total)
         inputs = inputs_for(size, *shape)
         with torch.no_grad():
             model, placed = ours(inspect_checkpoint(folder, TRANSFORMER))
             release()
             row("wandistiller, disk", cold(lambda: drained(model, inputs)), placed.footprint.disk)
             # The same again, so that a disk that changes its mind is seen.
-            row("raw sequential read, 8 threads, again", cold(lambda: read_sequentially(files, 8)), total)
+            row("raw sequential read, 8 threads, again", cold(lambda: read_files(files)), total)
             placed.detach()
             del model, placed
             if not arguments.skip_public:

@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from common import DEVICE, Measurement, measure, release, save
+from common import DEVICE, Measurement, RandomWeights, empty_model, fill, measure, release, save
 from torch import nn
 
-from wandistiller.models.random_weights import RandomWeights
 from wandistiller.models.sizes import SIZES
-from wandistiller.models.stored import TRANSFORMER, build_empty
 
 RATE = 1e-3
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -43,21 +41,9 @@ def of_torchao(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 WAYS: dict[str, Make] = {"torch, fused": fused, "bitsandbytes, 8-bit": of_bitsandbytes, "torchao, 8-bit": of_torchao}
 
 
-def model_of(size: str) -> nn.Module:
-    """Return a model of float32 weights on the device."""
-    model = build_empty(TRANSFORMER, dict(SIZES[size].transformer), dtype=torch.float32)
-    weights = RandomWeights(model)
-    model = model.to_empty(device=DEVICE)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights(name))
-    return model
-
-
 def update(size: str, way: str, runs: int) -> Measurement:
     """Measure one update of all weights."""
-    shapes = [parameter.shape for parameter in build_empty(TRANSFORMER, dict(SIZES[size].transformer)).parameters()]
-    parameters = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in shapes]
+    parameters = [nn.Parameter(torch.randn(each.shape, device=DEVICE)) for each in empty_model(size).parameters()]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     held = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
@@ -71,7 +57,8 @@ def update(size: str, way: str, runs: int) -> Measurement:
 
 def learn(size: str, way: str, steps: int) -> Measurement:
     """Measure the loss after some steps, averaged over the last tenth of them."""
-    model = model_of(size)
+    model = empty_model(size)
+    model = fill(model, RandomWeights(model), DEVICE).float().requires_grad_(True)
     random = torch.Generator().manual_seed(0)
     config = SIZES[size].transformer
     data = torch.randn(16, config["in_channels"], 1, 8, 8, generator=random).to(DEVICE)

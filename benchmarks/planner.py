@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +31,8 @@ from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import margin
 from wandistiller.memory.hardware import H200, Hardware, detect
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
+from wandistiller.memory.rates import fastest_cpu_dtype
+from wandistiller.memory.raw_reads import read_rate
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Passes, Training
@@ -66,6 +70,15 @@ def adapted(size: str, shape: tuple[int, int, int], batch: int = 1, **changes: A
     return use(size, shape, batch, trains="adapters", adapters=LORA, **changes)
 
 
+def half_on_host(num_blocks: int) -> Path:
+    """Return a map of devices that leaves every second block in host memory."""
+    rest = "rope patch_embedding condition_embedder norm_out proj_out scale_shift_table".split()
+    blocks = {f"blocks.{index}": "cpu" if index % 2 else 0 for index in range(num_blocks)}
+    file = Path(tempfile.gettempdir()) / "wandistiller-half-on-host.json"
+    file.write_text(json.dumps({**dict.fromkeys(rest, 0), **blocks}))
+    return file
+
+
 def sampling() -> Iterator[tuple[str, Work]]:
     offload = Placing(name="offload")
     yield "1.3b image, gpu", Passes(use=use("wan2.1-1.3b", IMAGE), passes=2)
@@ -82,6 +95,12 @@ def sampling() -> Iterator[tuple[str, Work]]:
     yield "5b video, gpu", Passes(use=use("wan2.2-5b", VIDEO_5B))
     yield "5b video, gpu, compiled", Passes(use=use("wan2.2-5b", VIDEO_5B, is_compiled=True))
     yield "5b video, offload, compiled", Passes(use=use("wan2.2-5b", VIDEO_5B, is_compiled=True), placing=offload)
+    yield "5b image, disk", Passes(use=use("wan2.2-5b", IMAGE_5B), placing=Placing(name="disk"))
+    for name in ("balanced", "sequential"):
+        some = Placing(name=name, max_memory=("6GiB", "cpu=64GiB"))
+        yield f"5b 8 images, {name}, 6 GiB", Passes(use=use("wan2.2-5b", IMAGE_5B, 8), placing=some)
+    yield "14b image, custom", Passes(use=use("wan2.1-14b", IMAGE), placing=Placing(name="custom", device_map=half_on_host(40)))
+    yield "1.3b image, cpu", Passes(use=use("wan2.1-1.3b", IMAGE, dtype=fastest_cpu_dtype()), placing=Placing(name="cpu"))
     yield "14b image, offload", Passes(use=use("wan2.1-14b", IMAGE), placing=offload)
     yield "14b clip, offload", Passes(use=use("wan2.1-14b", CLIP), placing=offload)
     for size, shape, dtype in (("wan2.1-14b", VIDEO, torch.bfloat16), ("wan2.2-5b", VIDEO_5B, torch.bfloat16)):
@@ -256,7 +275,10 @@ class Results:
             "torch": torch.__version__,
             "expandable_segments": expandable_segments(),
             "bus_gb_per_second": hardware.bus_rate / 1e9,
+            "pageable_gb_per_second": hardware.pageable_rate / 1e9,
+            "disk_gb_per_second": hardware.disk_rate / 1e9,
             "host_gb_per_second": hardware.update_rate / 1e9,
+            "host_tflops": hardware.host_flops / 1e12,
         }
         self._rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
@@ -311,6 +333,16 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
     return results
 
 
+def disk_rate() -> float:
+    """Return the bytes a second of the disk that trials write to."""
+    with tempfile.NamedTemporaryFile() as file:
+        for _ in range(64):
+            file.write(os.urandom(2**24))
+        file.flush()
+        os.fsync(file.fileno())
+        return read_rate(Path(file.name))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
@@ -326,7 +358,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models, for trying this without a card")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hardware = detect() if device.type == "cuda" else Hardware(card=H200, host_memory=Bytes(2**37))
+    hardware = (
+        replace(detect(), disk_rate=disk_rate()) if device.type == "cuda" else Hardware(card=H200, host_memory=Bytes(2**37))
+    )
     torch._dynamo.config.recompile_limit = 64
     works = [
         (kind, name, found)

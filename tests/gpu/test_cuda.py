@@ -321,6 +321,19 @@ def test_sampling_by_placement(tmp_path, placement):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("placement", ["balanced", "sequential", "custom"])
+def test_a_device_map_puts_blocks_on_the_card(state, placement):
+    half = {"": "cpu", **{f"blocks.{index}": 0 for index in range(3)}}
+    options = {"map": half} if placement == "custom" else {"max_memory": {0: 200 * 2**20, "cpu": 2**34}}
+    model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    subject = Subject(model=model, blocks=list(model.blocks), read=state.__getitem__)
+    predicted = find_placement(placement, **options).attach(subject, CUDA).footprint
+    found = torch.cuda.memory_allocated() - before
+    assert 3 * 2**25 < predicted.device <= found < predicted.device + 2**20
+    assert next(model.blocks[0].parameters()).is_cuda
+
+
 @pytest.mark.parametrize("config", [WAN21_VAE, WAN22_VAE], ids=["wan2.1", "wan2.2"])
 def test_the_vae_in_tiles(config, monkeypatch):
     """The released shapes: the same pixels and latents, a fraction of the memory, pixels on the host.

@@ -95,16 +95,8 @@ class TrainConfig(TransformerTrainingConfig):
             raise UsageError(f"--placement {self.placement} cannot train all weights.", fix="Take gpu or offload.")
         if self.placement == "disk" and self.from_scratch:
             raise UsageError("--from-scratch has no weights on disk.", fix="Take another --placement.")
-        if self.placement == "offload" and not self.lora_rank and self.optimizer_name != "adamw":
-            raise UsageError("--placement offload trains all weights with adamw.", fix="Use --optimizer adamw, or --lora-rank.")
-        if self.placement == "offload" and not self.lora_rank and self.mixed_precision == "fp16":
-            raise UsageError("--placement offload trains all weights in bf16 or float32.", fix="Use --mixed-precision bf16.")
-        if self.placement == "offload" and not self.lora_rank and self.rounding == "stochastic":
-            raise UsageError(
-                "--rounding stochastic does not go with --placement offload.",
-                why="the weights in host memory have float32 copies there.",
-                fix="Leave --rounding away.",
-            )
+        if self.placement == "offload" and not self.lora_rank:
+            self._check_training_on_host()
         if self.mixed_precision == "fp16" and self.weights_dtype == "bfloat16":
             raise UsageError("fp16 goes with weights in float32.", fix="Take --mixed-precision bf16, or no.")
         check_least(
@@ -122,3 +114,16 @@ class TrainConfig(TransformerTrainingConfig):
             check_idle(self, "--placement offload", "resident")
         if not self.pixel_loss_weight:
             check_idle(self, "--pixel-loss-weight 0.1 or the like", "vae_gradient_checkpointing")
+
+    def _check_training_on_host(self) -> None:
+        """Raise ``UsageError`` for what an optimiser in host memory does not do."""
+        if self.optimizer_name != "adamw":
+            raise UsageError("--placement offload trains all weights with adamw.", fix="Use --optimizer adamw, or --lora-rank.")
+        if self.mixed_precision == "fp16":
+            raise UsageError("--placement offload trains all weights in bf16 or float32.", fix="Use --mixed-precision bf16.")
+        if self.rounding == "stochastic":
+            raise UsageError(
+                "--rounding stochastic does not go with --placement offload.",
+                why="the weights in host memory have float32 copies there.",
+                fix="Leave --rounding away.",
+            )

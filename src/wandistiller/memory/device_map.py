@@ -47,7 +47,7 @@ class ByDeviceMap(Placement):
     def attach(self, subject: Subject, device: torch.device) -> Placed:
         device_map = self.device_map(subject)
         check_device_map(device_map, subject.model)
-        device_map = _without_overlaps(subject.model, device_map)
+        device_map = without_overlaps(subject.model, device_map)
         footprint = _footprint(subject, device_map)
         on_host, on_disk = _load(subject, device_map)
         # An index that is empty is one too: all of what is on disk has to be converted, and is in host memory.
@@ -171,19 +171,23 @@ def _device_of(name: str, device_map: DeviceMap) -> str | int | None:
     return None
 
 
-def _without_overlaps(model: nn.Module, device_map: DeviceMap) -> DeviceMap:
+def without_overlaps(model: nn.Module, device_map: DeviceMap) -> DeviceMap:
     """Return the same map with no part inside of another, as accelerate wants it."""
     result: DeviceMap = {}
 
+    def place_of(name: str) -> str | int:
+        place = _device_of(name, device_map)
+        return "cpu" if place is None else place
+
     def walk(name: str, module: nn.Module) -> None:
         inside = [f"{name}.{part}" if name else part for part, _ in named_tensors(module)]
-        places = {_device_of(part, device_map) or "cpu" for part in inside}
+        places = {place_of(part) for part in inside}
         if len(places) == 1:
             result[name] = places.pop()
             return
         for part, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             full = f"{name}.{part}" if name else part
-            result[full] = _device_of(full, device_map) or "cpu"
+            result[full] = place_of(full)
         for part, child in module.named_children():
             walk(f"{name}.{part}" if name else part, child)
 
@@ -206,7 +210,7 @@ def shares(subject: Subject, device_map: DeviceMap) -> dict[str, list[int]]:
         place = _device_of(name, device_map)
         if place == "disk" and (subject.locate is None or subject.locate(name) is None):
             place = "cpu"
-        key = f"cuda:{place}" if isinstance(place, int) else str(place or "cpu")
+        key = f"cuda:{place}" if isinstance(place, int) else place or "cpu"
         found.setdefault(key, []).append(tensor.numel() * tensor.dtype.itemsize)
     return found
 

@@ -27,6 +27,7 @@ Locate = Callable[[int, Member], Entry | None]
 """Says where a member's bytes lie as they are used; None where they have to be converted."""
 
 PIECE_BYTES = 16 * 2**20
+NUM_THREADS = 8
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ class DiskStore:
         locate: Locate,
         *,
         num_buffers: int = 4,
-        num_threads: int = 8,
+        num_threads: int = NUM_THREADS,
         lane: Lane | None = None,
     ) -> None:
         """Open the files; ``read`` gives those tensors that ``locate`` says have to be converted."""

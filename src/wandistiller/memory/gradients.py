@@ -3,6 +3,9 @@
 A gradient is copied into page-locked memory beside the computation, and a thread passes it on when it has arrived: to an
 optimiser that works there, or by default into a sum that a training step reads at its end. The memory is two blocks' that are
 used in turn, or, for a taker that wants gradients to stay, a place for each block.
+
+On the device a block's gradients are there until the next block's are complete: the host, which is ahead of the device, waits
+then until they have left, so that there are never more than two blocks' however far ahead it could be.
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wandistiller.memory.host import HostBudget, allocate_host
-from wandistiller.memory.lanes import Lane, lane_for
+from wandistiller.memory.lanes import Lane, Ticket, lane_for
 from wandistiller.memory.layout import BlockLayout, Member
 
 GradientTaker = Callable[[Tensor, Tensor], None]
@@ -31,6 +35,16 @@ class _Landing:
         self.memory = memory
         self.is_free = threading.Event()
         self.is_free.set()
+
+
+@dataclass
+class _Leaving:
+    """Gradients of one block on the device, on their way to the host."""
+
+    position: int
+    gradients: list[Tensor] = field(default_factory=list)
+    ticket: Ticket = None
+    """When the last of them has left."""
 
 
 class HostGradients:
@@ -73,6 +87,8 @@ class HostGradients:
                 )
                 self.hooks.append(hook)
         self._counts = [len(members) for members in trained]
+        self._leaving = _Leaving(-1)
+        self._before = _Leaving(-1)
         self._seen: set[int] = set()
         """Of the block whose gradients are leaving now, the parameters that have had theirs."""
         self._thread = threading.Thread(target=self._pass_on, name="wandistiller-gradients", daemon=True)
@@ -82,6 +98,8 @@ class HostGradients:
         """Return when every gradient so far has been passed on; raise what the taker raised."""
         with self._idle:
             self._idle.wait_for(lambda: self._pending == 0 or self._error is not None)
+            if self._pending == 0:
+                self._leaving, self._before = _Leaving(-1), _Leaving(-1)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -112,10 +130,26 @@ class HostGradients:
         ticket = self._lane.start(lambda: target.copy_(gradient, non_blocking=True), self._lane.mark())
         with self._idle:
             self._pending += 1
-        # The device's memory must not be used again before the copy is done, so the gradient travels along.
-        self._queue.put((ticket, parameter, gradient, target))
+        self._queue.put((ticket, parameter, target))
+        self._hold(position, gradient, ticket)
         if self._current is not None and len(self._seen) == self._counts[position]:
             self._end_block()
+
+    def _hold(self, position: int, gradient: Tensor, ticket: Ticket) -> None:
+        """Keep a gradient's memory on the device for as long as it is needed."""
+        if position != self._leaving.position:
+            self._pass_block(position)  # some parameters of the last block have had no gradient
+        self._leaving.gradients.append(gradient)
+        self._leaving.ticket = ticket
+        if len(self._leaving.gradients) == self._counts[position]:
+            self._pass_block(-1)
+
+    def _pass_block(self, position: int) -> None:
+        """Let go of the gradients of the block before the last, once they have left; those of the next one follow."""
+        if self._leaving.gradients:
+            self._lane.wait_on_host(self._before.ticket)
+            self._before = self._leaving
+        self._leaving = _Leaving(position)
 
     def _place(self, position: int) -> Tensor:
         """Return where a block's gradients stay."""
@@ -150,14 +184,12 @@ class HostGradients:
             if isinstance(item, _Landing):
                 item.is_free.set()
                 continue
-            ticket, parameter, gradient, target = item
+            ticket, parameter, target = item
             self._lane.wait_on_host(ticket)
-            del gradient
             try:
                 self.take(parameter, target)
             except BaseException as error:  # noqa: BLE001 - raised again where the training loop waits
                 self._error = error
-            item = None
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()

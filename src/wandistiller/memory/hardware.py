@@ -40,7 +40,7 @@ class Card:
     link_rate: float = 20e9
     """Bytes a second to the next card of the machine, each way: over the bus, or over links of their own."""
     launch_seconds: float = 18e-6
-    """Time of the host for one kernel that Python asks for."""
+    """Time of the host for one kernel that Python asks for; measured where the card is."""
     is_measured: bool = False
 
     @property
@@ -63,6 +63,8 @@ class Hardware:
     host_memory: Bytes
     bus_rate: float = 25e9
     """Bytes a second from page-locked host memory to a card, and back at the same time."""
+    pageable_rate: float = 8e9
+    """The same from other host memory, as device maps keep weights in."""
     disk_rate: float = 2e9
     host_rate: float | None = 40e9
     """Bytes a second that an optimiser in host memory reads and writes; None to measure it here, where one is asked about."""
@@ -163,9 +165,9 @@ def detect(*, measures: bool = True) -> Hardware:
     Without ``measures`` nothing is tried, for when there is no memory to try it in: what is not known is as usual.
     """
     from wandistiller.memory.monitor import device_memory
-    from wandistiller.memory.rates import copy_rate, matmul_rate
+    from wandistiller.memory.rates import copy_rate, fastest_cpu_dtype, launch_seconds, matmul_rate
 
-    cpu = matmul_rate(torch.device("cpu"), torch.float32) if measures else 2e11
+    cpu = matmul_rate(torch.device("cpu"), fastest_cpu_dtype()) if measures else 2e11
     rate = None if measures else 40e9
     host = available_host_memory()
     if not torch.cuda.is_available():
@@ -181,11 +183,12 @@ def detect(*, measures: bool = True) -> Hardware:
             _published(name, memory.total / GIB / 0.985, rate / 0.78e12, 1000.0), memory=memory.total, is_measured=True
         )
     return Hardware(
-        card=card,
+        card=replace(card, launch_seconds=launch_seconds(device)) if measures else card,
         num_cards=1,  # a process has one, unless ranks are asked for
         free=Bytes(memory.free + memory.reserved),
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
+        pageable_rate=copy_rate(device, page_locked=False) if measures else 8e9,
         host_flops=cpu,
         host_rate=rate,
     )

@@ -33,10 +33,6 @@ class OptimiserChoice:
         """Return the bytes of moments, made in the first step."""
         return [size for parameter in parameters for size in self._state(parameter)]
 
-    def gradients(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """Return the bytes of float32 gradients that a step makes for masters."""
-        return self.masters(parameters)
-
     def scratch(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Return the bytes that a step needs for a moment."""
         counts = [parameter.numel() for parameter in parameters]

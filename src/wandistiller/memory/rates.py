@@ -25,9 +25,33 @@ def copy_rate(device: torch.device, *, page_locked: bool = True, num_bytes: int 
 @functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return floating-point operations a second in the products that a transformer is made of."""
-    size = 4096 if device.type == "cuda" else 512
+    size = 4096 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: left @ right, device)
+
+
+@functools.cache
+def launch_seconds(device: torch.device) -> float:
+    """Return the host's time for a kernel that a Wan asks for: a pass of a tiny one, which the device does meanwhile."""
+    from wandistiller.memory.streaming import bind
+    from wandistiller.memory.uses import Use
+    from wandistiller.models.random_weights import RandomWeights
+    from wandistiller.models.sizes import SIZES
+
+    use = Use(name="tiny", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 8, 8), text_tokens=8)
+    model = use.build(use.num_blocks)
+    weights = RandomWeights(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        bind(tensor, weights(name).to(device))
+    options = {"device": device, "dtype": use.dtype}
+    inputs = (
+        torch.randn(1, *use.latent_shape, **options),
+        torch.full((1,), 500.0, device=device),
+        torch.randn(1, use.text_tokens, use.config["text_dim"], **options),
+    )
+    with torch.no_grad():
+        seconds = _seconds(lambda: model(*inputs), device)
+    return seconds / sum(use.tape.work(use.repeats).values())
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wandistiller.memory.allocator_model import AllocatorModel, expandable_segments
 from wandistiller.memory.tape import BACKWARD, Key, Tape
@@ -32,7 +32,7 @@ class Played:
     """In use at the worst moment, with all that is held."""
     kept: Bytes
     """Made by the step and alive when its backward began."""
-    left: dict[Key, int]
+    left: dict[tuple[int, Key], int]
     """Made by the step and still there at its end: gradients."""
     at_peak: dict[str, Bytes]
     """What the step had made that was there at the worst moment, by kind."""
@@ -44,7 +44,7 @@ class Scene:
     def __init__(self) -> None:
         self._allocator = AllocatorModel(is_expandable=expandable_segments())
         self._held: dict[tuple[str, str], list[int]] = {}
-        self._num_keys = 0
+        self._num_keys = self._num_plays = 0
 
     @property
     def reserved(self) -> Bytes:
@@ -75,7 +75,8 @@ class Scene:
 
     def play(self, tape: Tape, num_blocks: Mapping[str, int]) -> Played:
         """Do what a step does; what it leaves is still there afterwards, until ``drop``."""
-        allocator, lives = self._allocator, dict[Key, _Life]()
+        allocator, lives = self._allocator, dict[tuple[int, Key], _Life]()
+        self._num_plays += 1
         before = peak = allocator.peak_allocated = allocator.allocated
         kept, backward = 0, _NEVER
         moment = worst = 0
@@ -83,7 +84,8 @@ class Scene:
             if backward == _NEVER and part.place[0].startswith(BACKWARD):
                 kept, backward = allocator.allocated - before, moment
             for own_key, num_bytes in part.events:
-                for key in name_of(own_key):
+                for name in name_of(own_key):
+                    key = (self._num_plays, name)  # what an earlier step has left is called the same
                     moment += 1
                     if num_bytes >= 0:
                         assert key not in lives, f"{key} is made twice"
@@ -96,6 +98,19 @@ class Scene:
                         allocator.free(key)
         left = {key: life.num_bytes for key, life in lives.items() if life.end == _NEVER}
         return Played(Bytes(peak), Bytes(kept), left, _kinds(lives.values(), worst, backward, peak - before))
+
+    def exchange(self, played: Played, role: str, kind: str, sizes: Iterable[int]) -> Played:
+        """Hold tensors that take the place, one by one, of what a step left and is half as large: its gradients in 16 bits."""
+        left = dict(played.left)
+        of_size: dict[int, list[tuple[int, Key]]] = {}
+        for key, num_bytes in left.items():
+            of_size.setdefault(num_bytes, []).append(key)
+        for size in sizes:
+            self.hold(role, kind, [size])
+            if keys := of_size.get(size // 2):
+                self._allocator.free(keys[-1])
+                del left[keys.pop()]
+        return replace(played, left=left)
 
     def release(self) -> None:
         """Give back to the device what nothing uses."""

@@ -115,11 +115,12 @@ class Stage:
             self.add(use.name, "gradients", "host", 4 * count if adds_gradients else 0)
 
     def _spread(self, use: Use, found: Mapping[str, list[int]]) -> None:
-        """Put weights onto several cards, of which the fullest counts; those on the host visit a card block by block."""
+        """Put weights onto several cards, of which the fullest counts; those on the host visit a card layer by layer."""
         fullest = max((sizes for place, sizes in found.items() if place.startswith("cuda")), key=sum, default=[])
         elsewhere = sum(found.get("cpu", [])) + sum(found.get("disk", []))
         self.scene.hold(use.name, "weights", fullest)
-        self.scene.hold(use.name, "slots", [max(use.block_bytes)] if elsewhere else [])
+        layers = (sum(each.nbytes for each in module.parameters(recurse=False)) for module in use.model.modules())
+        self.scene.hold(use.name, "slots", [max(layers)] if elsewhere else [])
         self.add(use.name, "weights", "host", sum(found.get("cpu", [])))
 
     def stream(self, role: str, plan: StreamPlan, footprint: Footprint, *, is_shared: bool = False) -> None:
@@ -150,7 +151,16 @@ class Stage:
 
     def play_tape(self, role: str, tape: Tape, repeats: Mapping[str, int] = MappingProxyType({})) -> Played:
         """Take a step that is on tape."""
-        held = self.scene.held
+        return self._play(role, tape, repeats, {})
+
+    def play_again(self, use: Use, before: Played) -> Played:
+        """Take a step whose gradients are added to what one before it has left."""
+        there: Moment = {(use.name, "added gradients"): Bytes(sum(before.left.values()))}
+        tape = use.placed_tape if use.placed_tape is not use.tape else use.tape.with_added_gradients()
+        return self._play(use.name, tape, use.repeats, there)
+
+    def _play(self, role: str, tape: Tape, repeats: Mapping[str, int], there: Moment) -> Played:
+        held = self.scene.held | there
         played = self.scene.play(tape, repeats)
         self._passing = max(self._passing, played.peak)
         self._moments.append({**held, **{(role, kind): size for kind, size in played.at_peak.items()}})

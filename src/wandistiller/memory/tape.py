@@ -108,6 +108,20 @@ class Tape:
             parts.append(replace(part, events=events))
         return Tape(parts)
 
+    def with_added_gradients(self) -> Tape:
+        """Return the tape of a step whose gradients are added to others as soon as they are made."""
+        ended = {key for part in self.parts for key, num_bytes in part.events if num_bytes < 0}
+        parts = []
+        for part in self.parts:
+            is_added = part.place[0].startswith(BACKWARD)
+            events = list[tuple[Key, int]]()
+            for key, num_bytes in part.events:
+                events.append((key, num_bytes))
+                if is_added and num_bytes >= 0 and key not in ended:
+                    events.append((key, -1))
+            parts.append(replace(part, events=events))
+        return Tape(parts)
+
     def work(self, num_blocks: Mapping[str, int]) -> Counter[Kernel]:
         """Return all work of such a step."""
         total: Counter[Kernel] = Counter()

@@ -23,6 +23,12 @@ from wandistiller.units import Bytes
 
 _UPDATE_TRAFFIC = 28
 """Bytes a weight that an update on the device reads and writes: weight, gradient and two moments in float32."""
+_CLIP_TRAFFIC = 12
+"""Gradients read for their norm, then read and written."""
+_MASTER_TRAFFIC = 12
+"""Gradients of 16 bits made 32, and weights of 32 bits made 16."""
+_AVERAGE_TRAFFIC = 12
+"""Average and weight read, average written."""
 
 
 def forward_seconds(use: Use, placing: Placing, hardware: Hardware) -> float:
@@ -38,7 +44,7 @@ def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardw
     if placing.is_spread:
         # One card after the other computes; what is on the host is copied there when its turn comes, beside nothing.
         found = placing.spread(use, hardware)
-        brought = sum(found.get("cpu", [])) / hardware.bus_rate + sum(found.get("disk", [])) / hardware.disk_rate
+        brought = sum(found.get("cpu", [])) / hardware.pageable_rate + sum(found.get("disk", [])) / hardware.disk_rate
         return replace(seconds, forward=seconds.forward + brought)
     if not placing.is_streamed:
         return seconds
@@ -113,7 +119,8 @@ class Training:
         least = least_kept(self.student)
         if hardware.card is not None and least > 2 * hardware.card.memory:  # hopeless, and long to work out
             kept = Item(self.student.name, "kept activations", "device", least)
-            return Phase(name=name, items=(kept,), peak=least, reserved=least, seconds=float("inf"), num_steps=num_steps)
+            seconds = float("inf")
+            return Phase(name=name, items=(kept,), peak=least, reserved=least, seconds=seconds, num_steps=num_steps, work=self)
         stage = Stage(name, hardware)
         slices = self.slices(hardware)
         # A slice's rank has a block's gradients whole until they are added up and cut, like one that sends them to the host.
@@ -147,9 +154,14 @@ class Training:
                     scene.drop(stage.play(self.teacher))
             scene.hold(student.name, "matched features", self._feature_bytes)
             played = None if self.is_recorded else stage.play(student)
+            if played is not None and self.accumulation > 1:
+                scene.drop(stage.play_again(student, played))
             scene.let_go(student.name, "matched features")
-            scratch = [*self.optimiser.gradients(stepped), *self.optimiser.scratch(stepped)]
-            scene.hold(student.name, "update", _cut(scratch, slices))
+            if played is not None and slices == 1:
+                played = scene.exchange(played, student.name, "update", self.optimiser.masters(stepped))
+            else:
+                scene.hold(student.name, "update", _cut(self.optimiser.masters(stepped), slices))
+            scene.hold(student.name, "update", _cut(self.optimiser.scratch(stepped), slices))
             stage.note(student.name, played)
             if played is not None:
                 scene.drop(played)
@@ -207,11 +219,17 @@ class Training:
         elif self._computes_on_host(hardware):
             time += count * _UPDATE_TRAFFIC / hardware.update_rate
         elif hardware.card is not None:
-            time += count * _UPDATE_TRAFFIC / hardware.card.bandwidth / self.slices(hardware)
+            time += count * self._update_traffic / hardware.card.bandwidth / self.slices(hardware)
         time = max(time, self.exchange_seconds(hardware))
         if self.teacher is not None:
             time += self.teacher_passes * self.accumulation * forward_seconds(self.teacher, self.teacher_placing, hardware)
         return time
+
+    @property
+    def _update_traffic(self) -> int:
+        """Bytes a weight that an update on the device reads and writes."""
+        masters = _MASTER_TRAFFIC if self.optimiser.masters(self.student.trained) else 0
+        return _UPDATE_TRAFFIC + masters + (_CLIP_TRAFFIC if self.clips else 0) + (_AVERAGE_TRAFFIC if self.averages else 0)
 
     def slices(self, hardware: Hardware) -> int:
         """Return in how many pieces the ranks keep the student."""

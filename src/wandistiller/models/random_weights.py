@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import save_file
 from torch import Generator, Tensor, nn, randn
 
 _POOL = 2**24
+_SHARD_BYTES = 2 * 10**9
 
 
 class RandomWeights:
@@ -21,3 +27,25 @@ class RandomWeights:
         shape, dtype = self._specs[name]
         count, pool = shape.numel(), self._pools[dtype]
         return (pool if count <= _POOL else pool.repeat(-(-count // _POOL)))[:count].view(shape).clone()
+
+
+def write_weights(weights: RandomWeights, names: Iterable[str], folder: Path) -> list[Path]:
+    """Write tensors in their order as released models have them: in shards, with an index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name in names:
+        value = weights(name)
+        if used and used + value.nbytes > _SHARD_BYTES:
+            shards.append({})
+            used = 0
+        shards[-1][name] = value
+        used += value.nbytes
+    index: dict[str, str] = {}
+    files = []
+    for number, shard in enumerate(shards, 1):
+        files.append(folder / f"diffusion_pytorch_model-{number:05}-of-{len(shards):05}.safetensors")
+        save_file(shard, files[-1])
+        index |= dict.fromkeys(shard, files[-1].name)
+    content = {"metadata": {}, "weight_map": index}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(content))
+    return files

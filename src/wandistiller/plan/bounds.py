@@ -68,8 +68,9 @@ def least_of_training(work: Training, hardware: Hardware) -> Least:
     held += sum(work.optimiser.masters(stepped)) + sum(work.optimiser.state(stepped))
     if work.averages:
         held += sum(4 * each.numel() for each in student.trained)
-    gradients = sum(each.nbytes for each in stepped)
-    update = gradients + sum(work.optimiser.gradients(stepped)) + sum(work.optimiser.scratch(stepped))
+    # Those of masters take the place of others, half as large.
+    gradients = sum(4 * each.numel() if work.optimiser.has_master(each) else each.nbytes for each in stepped)
+    update = gradients + sum(work.optimiser.scratch(stepped))
     teacher = _weights(work.teacher, work.teacher_placing) if work.teacher is not None else 0
     return Least(held // slices + teacher, least_kept(student), update // slices)
 

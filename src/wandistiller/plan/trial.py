@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.host import page_locked_bytes
 from wandistiller.memory.placement import Placed, Subject
 from wandistiller.memory.rates import synchronise
+from wandistiller.memory.raw_reads import forget_files
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.streaming import bind
 from wandistiller.memory.subjects import choose_placement
@@ -30,8 +34,9 @@ from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.devices import free_memory
 from wandistiller.models.latents import denormalise
-from wandistiller.models.random_weights import RandomWeights
+from wandistiller.models.random_weights import RandomWeights, write_weights
 from wandistiller.models.stored import VAE, build_empty
+from wandistiller.models.weight_files import open_weights
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.host_optimisation import HostOptimisation
@@ -60,10 +65,19 @@ class Measured:
 Work = Training | Passes | Decoding | Encoding | TextEncoding | VaeStep
 
 
+class Ends(ExitStack):
+    """What is undone when a trial is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: list[Path] = []
+        """Those that a step is to find on the disk, not in the system's cache."""
+
+
 def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured:
     """Take a few steps on a device."""
     free_memory(device)
-    with ExitStack() as ends:
+    with Ends() as ends:
         step = _STEPS[type(work)](work, device, ends)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -73,6 +87,7 @@ def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured
         times = []
         for number in range(_WARM_UPS, _WARM_UPS + num_steps):
             synchronise(device)
+            forget_files(ends.files)
             start = time.perf_counter()
             step(number)
             synchronise(device)
@@ -90,7 +105,7 @@ def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured
     return measured
 
 
-def _training(work: Training, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
+def _training(work: Training, device: torch.device, ends: Ends) -> Callable[[int], None]:
     student = work.student
     precision = student.precision
     placed, model = _place(student, work.placing, device, ends)
@@ -122,7 +137,7 @@ def _training(work: Training, device: torch.device, ends: ExitStack) -> Callable
     return step
 
 
-def _method(work: Training, role: Role, device: torch.device, ends: ExitStack) -> FlowMatching | Distillation:
+def _method(work: Training, role: Role, device: torch.device, ends: Ends) -> FlowMatching | Distillation:
     """Return the run's own method: with a teacher it is asked as often as a step does, and its blocks are followed."""
     student, teacher = work.student, work.teacher
     if teacher is None:
@@ -176,7 +191,7 @@ def _pixel_loss(work: Training, device: torch.device) -> PixelLoss | None:
     return PixelLoss(lambda latents: vae.decode(denormalise(latents, pixels.config), return_dict=False)[0], 0.1)
 
 
-def _passes(work: Passes, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
+def _passes(work: Passes, device: torch.device, ends: Ends) -> Callable[[int], None]:
     _, model = _place(work.use, work.placing, device, ends)
     held = [torch.empty(size, dtype=torch.uint8, device=device) for size in work.held]
     inputs = _tensors(work.use, device)
@@ -189,7 +204,7 @@ def _passes(work: Passes, device: torch.device, ends: ExitStack) -> Callable[[in
     return step
 
 
-def _decoding(work: Decoding, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
+def _decoding(work: Decoding, device: torch.device, ends: Ends) -> Callable[[int], None]:
     vae = _filled(build_empty(VAE, work.config, dtype=work.dtype), device).requires_grad_(False)
     latents = torch.randn(1, *work.latent_shape, dtype=work.dtype, device=device)
 
@@ -200,7 +215,7 @@ def _decoding(work: Decoding, device: torch.device, ends: ExitStack) -> Callable
     return step
 
 
-def _encoding(work: Encoding, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
+def _encoding(work: Encoding, device: torch.device, ends: Ends) -> Callable[[int], None]:
     vae = _filled(build_empty(VAE, work.config, dtype=work.dtype), device).requires_grad_(False)
     pixels = torch.rand(1, *work.pixel_shape, dtype=work.dtype, device=device) * 2 - 1
 
@@ -211,10 +226,12 @@ def _encoding(work: Encoding, device: torch.device, ends: ExitStack) -> Callable
     return step
 
 
-def _text(work: TextEncoding, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
+def _text(work: TextEncoding, device: torch.device, ends: Ends) -> Callable[[int], None]:
     subject = replace(work, encoder=copy.deepcopy(work.encoder)).subject
     placement = choose_placement(work.placing, resident=work.resident)
-    placed = placement.attach(replace(subject, read=RandomWeights(subject.model)), device)
+    weights = RandomWeights(subject.model)
+    subject = replace(subject, read=weights)
+    placed = placement.attach(_on_disk(subject, weights, ends) if work.placing == "disk" else subject, device)
     if placed.stream is not None:
         ends.callback(placed.stream.close)
 
@@ -225,7 +242,7 @@ def _text(work: TextEncoding, device: torch.device, ends: ExitStack) -> Callable
     return step
 
 
-def _vae_training(work: VaeStep, device: torch.device, ends: ExitStack) -> Callable[[int], None]:
+def _vae_training(work: VaeStep, device: torch.device, ends: Ends) -> Callable[[int], None]:
     models = {name: _filled(model, device) for name, model in work.build().items()}
     method = work.method(models)
     optimisations = {
@@ -270,7 +287,7 @@ def _call(model: nn.Module, use: Use, inputs: dict[str, Tensor]) -> Tensor:
     return velocity.float()
 
 
-def _place(use: Use, placing: Placing, device: torch.device, ends: ExitStack) -> tuple[Placed, nn.Module]:
+def _place(use: Use, placing: Placing, device: torch.device, ends: Ends) -> tuple[Placed, nn.Module]:
     """Build a model with random weights where it belongs, in the order in which a run does it."""
     model = use.build(use.num_blocks)
     blocks = list(model.get_submodule("blocks").children())
@@ -289,10 +306,20 @@ def _place(use: Use, placing: Placing, device: torch.device, ends: ExitStack) ->
         device_map=placing.device_map,
         max_memory=parse_limits(placing.max_memory, "--max-memory"),
     )
-    placed = placement.attach(Subject(model=model, blocks=blocks, read=weights), device)
+    subject = Subject(model=model, blocks=blocks, read=weights)
+    placed = placement.attach(_on_disk(subject, weights, ends) if placing.name == "disk" else subject, device)
     if placed.stream is not None:
         ends.callback(placed.stream.close)
     return placed, model
+
+
+def _on_disk(subject: Subject, weights: RandomWeights, ends: Ends) -> Subject:
+    """Write what is frozen of a model to files that are gone with the trial."""
+    folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="wandistiller-")))
+    frozen = [name for name, parameter in subject.model.named_parameters() if not parameter.requires_grad]
+    ends.files += write_weights(weights, frozen, folder)
+    os.sync()
+    return replace(subject, locate=open_weights(folder).entries.get)
 
 
 def _tensors(use: Use, device: torch.device) -> dict[str, Tensor]:
@@ -303,7 +330,7 @@ def _tensors(use: Use, device: torch.device) -> dict[str, Tensor]:
     return {"latents": latents, "noise": noise, "text": text, "sigma": torch.full((use.batch_size,), 0.5, device=device)}
 
 
-_STEPS: dict[type, Callable[[Any, torch.device, ExitStack], Callable[[int], None]]] = {
+_STEPS: dict[type, Callable[[Any, torch.device, Ends], Callable[[int], None]]] = {
     Training: _training,
     Passes: _passes,
     Decoding: _decoding,

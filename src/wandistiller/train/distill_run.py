@@ -170,18 +170,7 @@ def _train(
     foresee: Callable[[Hardware], Phase],
     notes: Sequence[str],
 ) -> Distilled:
-    config, samples, role = job.config, lessons.samples, Role("student", student.model, is_trained=True)
-    blocks = list(student.model.get_submodule("blocks").children())
-    if config.torch_compile:
-        for block in blocks:
-            block.forward = torch.compile(block.forward)
-    if config.policy != "none" or config.activations_to_host:
-        ends.callback(apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host).detach)
-    mesh = job.parallel.mesh(ranks, job.device)
-    if mesh is not None:
-        role.sharding = Sharding(student.model, blocks, mesh, travels_in(job.precision))
-    if config.cuda_graphs:
-        role.call = GraphedCalls(role.model, job.precision, job.device)
+    config, samples, role = job.config, lessons.samples, _student_role(job, ranks, student, ends)
     run = Run.over(samples.buckets, config, job.device, job.precision, ranks, monitor)
     method = Distillation(
         role,
@@ -228,6 +217,23 @@ def _train(
             output = _write_result(job, ranks, student, average, adapter)
     marks = next((look.shares for look in looks if isinstance(look, MeasureMarks)), {})
     return Distilled(stopped.step, output, measure.losses if measure else {}, marks, exit_code(stopped, ranks))
+
+
+def _student_role(job: DistillJob, ranks: Ranks, student: Student, ends: ExitStack) -> Role:
+    """Return the student ready for training: its blocks compiled, recomputed, in slices or recorded, as was asked for."""
+    config, role = job.config, Role("student", student.model, is_trained=True)
+    blocks = list(student.model.get_submodule("blocks").children())
+    if config.torch_compile:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    if config.policy != "none" or config.activations_to_host:
+        ends.callback(apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host).detach)
+    mesh = job.parallel.mesh(ranks, job.device)
+    if mesh is not None:
+        role.sharding = Sharding(student.model, blocks, mesh, travels_in(job.precision))
+    if config.cuda_graphs:
+        role.call = GraphedCalls(role.model, job.precision, job.device)
+    return role
 
 
 def _foresee(job: DistillJob, samples: Any, placing: Placing | None) -> Callable[[Hardware], Phase]:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wandistiller.distributed.pieces import local
 
@@ -38,9 +38,15 @@ class MovingAverage:
         """Take in the weights after a step."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
         state = self._model.state_dict()
+        together: list[tuple[Tensor, Tensor]] = []
         for name, average in self.averages.items():
-            # Of what is spread over ranks, each averages its piece.
-            local(average).lerp_(local(state[name]).to(average.device, torch.float32), weight)
+            mine, other = local(average), local(state[name])  # of what is spread over ranks, each averages its piece
+            if other.dtype == mine.dtype and other.device == mine.device:
+                together.append((mine, other))
+            else:
+                mine.lerp_(other.to(mine.device, mine.dtype), weight)
+        if together:
+            torch._foreach_lerp_(*map(list, zip(*together, strict=True)), weight)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

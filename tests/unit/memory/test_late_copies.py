@@ -1,8 +1,11 @@
 """Stores, keepers and gradients on a device whose copies happen as late as somebody waits for them."""
 
 import logging
+import threading
+import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -68,6 +71,47 @@ def test_what_comes_back_from_the_host_is_waited_for():
     for group in reversed(range(4)):
         for number in range(2):
             assert keeper.get(kept[group][number]).unique().tolist() == [10 * group + number]
+
+
+class Behind(Late):
+    """A device that gets on with its copies only while the computing thread waits for one."""
+
+    def start(self, work, after):
+        work()
+        self.pending.append(threading.Event())
+        return self.pending[-1]
+
+    def wait_on_host(self, ticket):
+        if ticket is not None and threading.current_thread() is threading.main_thread():
+            for earlier in self.pending[: self.pending.index(ticket) + 1]:
+                earlier.set()
+        elif ticket is not None:
+            ticket.wait()
+
+
+@pytest.mark.parametrize("unused", [None, 2], ids=["all", "one without a gradient"])
+def test_gradients_of_two_blocks_at_most_are_on_a_device_that_is_behind(unused):
+    blocks = [nn.Linear(4, 4) for _ in range(6)]
+    gradients = HostGradients([lay_out(named_tensors(block)) for block in blocks], CPU, lambda *_: None, lane=Behind())
+    gradients.stay = True
+    there, most = [], 0
+
+    def see(parameter, gradient):
+        nonlocal most
+        there.append(weakref.ref(gradient))
+        most = max(most, sum(each() is not None for each in there))
+
+    gradients.see = see
+    value = torch.ones(2, 4)
+    for index, block in enumerate(blocks):
+        value = block(value) if index != unused else nn.functional.linear(value, block.weight)
+    value.sum().backward()
+    assert 2 <= most <= 4
+    for item in (gradients._before, gradients._leaving):
+        gradients._lane.wait_on_host(item.ticket)
+    gradients.wait()
+    gradients.close()
+    assert not any(each() is not None for each in there)
 
 
 def test_a_gradient_is_passed_on_when_it_has_arrived():

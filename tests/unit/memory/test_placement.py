@@ -9,7 +9,7 @@ from torch import nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory import auto
-from wandistiller.memory.device_map import read_device_map
+from wandistiller.memory.device_map import read_device_map, without_overlaps
 from wandistiller.memory.estimates import HOST_SHARE, margin
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.placements import PLACEMENTS, find_placement
@@ -192,6 +192,12 @@ def test_an_unreadable_device_map(tmp_path):
     (tmp_path / "map.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):
         read_device_map(tmp_path / "map.json")
+
+
+def test_parts_of_a_map_are_where_it_says_the_first_card_included(checkpoint):
+    found = without_overlaps(empty(checkpoint).model, {"": 0, "blocks.1": "cpu", "blocks.1.ffn": 1})
+    assert (found["blocks.0"], found["blocks.1.attn1"], found["blocks.1.ffn"]) == (0, "cpu", 1)
+    assert {place for name, place in found.items() if not name.startswith("blocks.1.")} == {0}
 
 
 def test_the_bytes_of_a_device_map(checkpoint):

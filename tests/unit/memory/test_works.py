@@ -46,6 +46,33 @@ def test_what_is_there_at_the_worst_moment_adds_up(work):
     assert all(0 <= item.at_peak <= item.size for item in device)
 
 
+def test_a_second_batch_finds_the_gradients_of_the_first_there():
+    student = TRAINED.changed(batch_size=8)
+    alone = Scene().play(student.tape.with_added_gradients(), student.repeats).peak
+    phase = Training(student=student, accumulation=2).phase(CARD)
+    held = sum(sizes(phase)[label] for label in (("", "libraries"), ("", "batch"), ("student", "optimiser")))
+    gradients = sizes(phase)[("student", "added gradients")]
+    assert gradients == pytest.approx(WEIGHTS, rel=0.01)
+    assert phase.peak == held + sizes(phase)[("student", "weights")] + gradients + alone
+
+
+def test_gradients_of_masters_take_the_place_of_short_ones():
+    student = TRAINED.changed(dtype=torch.bfloat16, config={**CONFIG, "ffn_dim": 2**15})
+    phase = Training(student=student).phase(CARD)
+    beside = sizes(phase)[("", "libraries")] + sizes(phase)[("", "batch")]
+    count = sum(each.numel() for each in student.trained)
+    # Weights of 2 bytes, masters, two moments and gradients of 4.
+    assert phase.peak - beside == pytest.approx((2 + 4 + 8 + 4) * count, rel=0.02)
+
+
+def test_layers_of_a_device_map_visit_the_card_one_at_a_time():
+    some = Placing(name="sequential", max_memory=(f"{WEIGHTS // 2}B", "cpu=1GiB"))
+    found = sizes(Passes(use=USE, placing=some).phase(CARD))
+    layers = [sum(each.nbytes for each in module.parameters(recurse=False)) for module in USE.model.modules()]
+    assert max(layers) <= found[("student", "slots")] < max(layers) + 512, "rounded up"
+    assert 0 < found[("student", "weights")] <= WEIGHTS // 2
+
+
 def test_a_recording_takes_what_a_step_makes_and_its_trial_gives_back():
     alone = Scene()
     alone.play(TRAINED.tape, TRAINED.repeats)
