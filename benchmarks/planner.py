@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -347,7 +348,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--match", default="", help="take only what has this in its name")
+    parser.add_argument("--match", default="", help="take only what has this expression in its name")
     parser.add_argument("--skip", default="\0", help="leave out what has this in its name")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no other one is begun")
     parser.add_argument("--predict", type=Path, help="only predict, and write the predictions to this file")
@@ -366,7 +367,7 @@ def main() -> None:
         (kind, name, found)
         for kind in arguments.only
         for name, work in KINDS[kind]()
-        if arguments.match in name and arguments.skip not in name
+        if re.search(arguments.match, name) and arguments.skip not in name
         if (found := small(name, work) if arguments.small else work) is not None
     ]
     if arguments.predict is not None:

@@ -6,6 +6,6 @@ python scripts/test_inference.py --checkpoint model.safetensors --cond cond.safe
 
 import sys
 
-from wandistiller.cli.main import main
+from wandistiller.cli.main import start
 
-sys.exit(main(["sample", *sys.argv[1:]]))
+sys.exit(start(["sample", *sys.argv[1:]]))

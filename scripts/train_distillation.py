@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from wandistiller.cli.arguments import parse_flags
-from wandistiller.cli.main import main
+from wandistiller.cli.main import start
 from wandistiller.config.distill import DistillConfig
 
 NAMES = {
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     given = [argument for argument in sys.argv[1:] if argument.replace("_", "-") != "--multi-gpu"]
     if len(given) < len(sys.argv) - 1 and "RANK" not in os.environ:
         launch_on_all_gpus(given)
-    sys.exit(main(["distill", *translated(given)]))
+    sys.exit(start(["distill", *translated(given)]))

@@ -8,7 +8,7 @@ torchrun --nproc-per-node 2 scripts/train_flow_matching.py ...
 
 import sys
 
-from wandistiller.cli.main import main
+from wandistiller.cli.main import start
 
 NAMES = {"--checkpoint_dir": "--output-dir", "--checkpoint-dir": "--output-dir"}
 """Flags that are called otherwise in ``wandistiller train``."""
@@ -20,4 +20,4 @@ def translated(flag: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *map(translated, sys.argv[1:])]))
+    sys.exit(start(["train", *map(translated, sys.argv[1:])]))

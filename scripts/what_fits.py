@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from wandistiller.cli.main import parse
+from wandistiller.cli.main import let_segments_grow, parse
 from wandistiller.config.command import flag_words
 from wandistiller.plan.planner import Plan, make_plan
 from wandistiller.plan.ranking import seconds_text
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--cards", nargs="+", choices=list(CARDS), default=list(CARDS))
     arguments = parser.parse_args()
+    let_segments_grow()  # as the program does
     lines = [INTRODUCTION.format(ram=RAM.replace("GiB", " GiB"))]
     with tempfile.TemporaryDirectory() as folder:
         student = Path(folder) / "student.json"

@@ -2,6 +2,6 @@
 
 import sys
 
-from wandistiller.cli.main import main
+from wandistiller.cli.main import start
 
-sys.exit(main())
+sys.exit(start())

@@ -54,6 +54,21 @@ _OPTIONAL_VALUES = {"--output-latent"}
 """Flags that may stand without a value."""
 
 
+def start(arguments: Sequence[str] | None = None) -> int:
+    """Be the program: ``main`` in a process of its own."""
+    let_segments_grow()
+    return main(arguments)
+
+
+def let_segments_grow() -> None:
+    """Tell PyTorch, before it is imported, that its memory grows in place, unless the user says otherwise.
+
+    Batches of many shapes then leave no fragments behind.
+    """
+    if sys.platform == "linux" and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 2 for wrong input, 1 for anything else that went wrong."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)

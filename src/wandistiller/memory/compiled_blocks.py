@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from wandistiller.memory import attention
 from wandistiller.memory.cuda_autocast import CudaAutocast
 from wandistiller.memory.tape import Kernel
-from wandistiller.memory.tracing import Recorder, attention_kernel, kernels
+from wandistiller.memory.tracing import CONVOLUTIONS, Recorder, attention_kernel, kernels
 
 _EXTERN = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward")
 _VIEWS = ("aten::_unsafe_view", "aten::alias", "aten::detach", "aten::reshape")
@@ -197,7 +197,7 @@ class _Playback:
         if step.is_extern:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             target: Any = node.target
-            kind = "convolution" if "convolution" in name else "matmul"
+            kind = CONVOLUTIONS.get(name, "matmul")
             return Kernel(kind, float(flop_registry[target.overloadpacket](*args, **kwargs, out_val=val)), num_bytes, dtype)
         return Kernel("other", 0.0, num_bytes, dtype)
 

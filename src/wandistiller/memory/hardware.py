@@ -63,7 +63,7 @@ class Hardware:
     host_memory: Bytes
     bus_rate: float = 25e9
     """Bytes a second from page-locked host memory to a card, and back at the same time."""
-    pageable_rate: float = 8e9
+    pageable_rate: float = 6e9
     """The same from other host memory, as device maps keep weights in."""
     disk_rate: float = 2e9
     host_rate: float | None = 40e9
@@ -99,7 +99,7 @@ def _published(name: str, gib: float, tflops: float, bandwidth_gb: float, link_g
     return Card(
         name=name,
         memory=Bytes(round(gib * GIB * 0.985)),
-        matmul={"bfloat16": 0.78 * peak, "float16": 0.78 * peak, "float32": 0.05 * peak, "convolution": 0.25 * peak},
+        matmul={"bfloat16": 0.78 * peak, "float16": 0.78 * peak, "float32": 0.05 * peak, "convolution": 0.4 * peak},
         attention=0.6 * peak,
         bandwidth=0.55 * rate,
         link_rate=0.8 * link_gb * 1e9,
@@ -109,7 +109,7 @@ def _published(name: str, gib: float, tflops: float, bandwidth_gb: float, link_g
 H200 = Card(
     name="h200",
     memory=Bytes(143_771 * MIB),
-    matmul={"bfloat16": 773e12, "float16": 773e12, "float32": 50e12, "convolution": 250e12},
+    matmul={"bfloat16": 773e12, "float16": 773e12, "float32": 50e12, "convolution": 400e12},
     attention=593e12,
     bandwidth=2.62e12,
     link_rate=0.8 * 450e9,
@@ -188,7 +188,7 @@ def detect(*, measures: bool = True) -> Hardware:
         free=Bytes(memory.free + memory.reserved),
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
-        pageable_rate=copy_rate(device, page_locked=False) if measures else 8e9,
+        pageable_rate=copy_rate(device, page_locked=False, num_bytes=2**29) if measures else 6e9,
         host_flops=cpu,
         host_rate=rate,
     )

@@ -31,7 +31,7 @@ class Kernel:
     """One piece of work on the device."""
 
     kind: str
-    """matmul, convolution, attention, other; or to_host, to_device for a copy over the bus."""
+    """matmul, convolution, convolution backward, attention, other; or to_host, to_device for a copy over the bus."""
     flops: float
     num_bytes: int
     """Read and written."""

@@ -29,6 +29,7 @@ from wandistiller.memory.tape import BACKWARD, Kernel, Key, Place, Tape
 
 START: Place = ("start", -1)
 _WHICH_DEVICE = torch.ops.prim.device.default
+CONVOLUTIONS = {"aten::convolution": "convolution", "aten::convolution_backward": "convolution backward"}
 _NO_WORK = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 
 
@@ -56,7 +57,14 @@ class Recorder(TorchDispatchMode):
         if (any(is_new) or (outputs and func._schema.is_mutable)) and func._schema.name not in _NO_WORK:
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.work(self._kernel(func, args, kwargs, inputs, out))
+            if func._schema.name == "aten::convolution" and _lays_out_anew(inputs[0], inputs[1], args[3]):
+                self._pass_through(inputs[0].nbytes + outputs[0].nbytes)
         return out
+
+    def _pass_through(self, num_bytes: int) -> None:
+        """Write down room for a moment: a card's convolutions lay input and output out channels last for themselves."""
+        if self._is_counting:
+            self.tape.end(self.tape.parts[-1].make(num_bytes))
 
     def work(self, kernel: Kernel) -> None:
         """Write down a piece of work."""
@@ -110,9 +118,15 @@ class Recorder(TorchDispatchMode):
             return attention_kernel(name, inputs, num_bytes, dtype)
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            kind = "convolution" if "convolution" in name else "matmul"
+            kind = CONVOLUTIONS.get(name, "matmul")
             return Kernel(kind, float(count(*args, **kwargs, out_val=out)), num_bytes, dtype)
         return Kernel("other", 0.0, num_bytes, dtype)
+
+
+def _lays_out_anew(values: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
+    """Say whether a convolution wants its values channels last: one whose windows overlap; others are products of matrices."""
+    size = weight.shape[2:]
+    return values.is_contiguous() and math.prod(size) > 1 and list(size) != list(stride)
 
 
 def attention_kernel(name: str, inputs: Sequence[Tensor], num_bytes: int, dtype: str) -> Kernel:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import typing
@@ -5,7 +6,7 @@ import typing
 import pytest
 
 from wandistiller.cli.arguments import field_docs
-from wandistiller.cli.main import COMMANDS, main, parse
+from wandistiller.cli.main import COMMANDS, let_segments_grow, main, parse
 
 TORCH_FREE = """
 import sys
@@ -105,3 +106,28 @@ def test_the_choices_of_export_are_the_registry():
 
     hints = typing.get_type_hints(COMMANDS["export"].config_class())
     assert set(typing.get_args(hints["format"])) == set(WRITERS)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
+    ],
+)
+def test_memory_grows_in_place_unless_the_user_says_otherwise(monkeypatch, given, expected):
+    monkeypatch.setattr("os.environ", dict(given))
+    monkeypatch.setattr("sys.platform", "linux")
+    let_segments_grow()
+    assert os.environ == expected
+
+
+def test_the_program_is_told_before_pytorch_is_there():
+    code = (
+        "import os, sys\nfrom wandistiller.cli import main as program\nassert 'torch' not in sys.modules\n"
+        "program.start(['--version'])\nprint(os.environ['PYTORCH_ALLOC_CONF'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH")}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split()[-1] == "expandable_segments:True"
