@@ -4,7 +4,7 @@ python benchmarks/planner.py --output benchmarks/results [--only sample train di
 python benchmarks/planner.py --predict FILE      beforehand, for an H200, on any machine
 python benchmarks/planner.py --against FILE      on the card, which then does not wait for predictions
 
-Otherwise the predictions are made by other processes while the card measures. The bounds: what is reserved within 3 % or
+Otherwise the predictions are made first. The bounds: what is reserved within 3 % or
 300 MiB of the prediction, whichever is larger; a step's time within 15 %.
 """
 
@@ -283,6 +283,8 @@ class Results:
         }
         self._rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
+        self.left_out: list[str] = []
+        """What there was no time for."""
 
     def add(self, row: dict[str, Any], seconds: float) -> None:
         self._rows.append(row)
@@ -298,39 +300,42 @@ class Results:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps({**self._facts, "failed": self.failed, "rows": self._rows}, indent=1) + "\n")
 
+    def leave_out(self, kind: str, name: str) -> None:
+        self.left_out.append(f"{kind}: {name}")
+
     def fail(self, kind: str, name: str, error: Exception) -> None:
         self.failed.append(name)
         print(f"{kind:8} {name:52} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
     def __str__(self) -> str:
         within = sum(row["is_memory_within"] for row in self._rows), sum(row["is_time_within"] for row in self._rows)
-        return f"{len(self._rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}"
+        rest = f"; no time for {', '.join(self.left_out)}" if self.left_out else ""
+        return f"{len(self._rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}{rest}"
 
 
 def compare(works: list[Named], arguments: argparse.Namespace, device: torch.device, hardware: Hardware) -> Results:
-    """Measure one after the other, while other processes predict what nobody has predicted yet."""
+    """Measure one after the other what was predicted, all of it before: the host has other things to do while it predicts."""
     name_of_kinds = "-" + "-".join(arguments.only) if len(arguments.only) < len(KINDS) else ""
     results = Results(arguments.output / f"planner{name_of_kinds}.json", device, hardware)
-    known = [read_beforehand(arguments.against, *work) for work in works]
     started = time.perf_counter()
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
         predictions = [
-            pool.submit(predict, work, hardware) if said is None else said
-            for (_, _, work), said in zip(works, known, strict=True)
+            read_beforehand(arguments.against, *work) or pool.submit(predict, work[2], hardware).result for work in works
         ]
-        for (kind, name, work), prediction in zip(works, predictions, strict=True):
-            begun = time.perf_counter()
-            if begun - started > arguments.budget:
-                pool.shutdown(wait=False, cancel_futures=True)
-                break
-            try:
-                measured = try_out(work, device, num_steps=3)
-                said = prediction if isinstance(prediction, Predicted) else prediction.result()
-            except Exception as error:  # noqa: BLE001 - the others are still worth measuring
-                results.fail(kind, name, error)
-                continue
-            torch._dynamo.reset()
-            results.add(row_of(kind, name, said, measured), time.perf_counter() - begun)
+        predicted = [each if isinstance(each, Predicted) else each() for each in predictions]
+    print(f"predicted after {time.perf_counter() - started:.0f} s", flush=True)
+    for (kind, name, work), said in zip(works, predicted, strict=True):
+        begun = time.perf_counter()
+        if begun - started > arguments.budget:
+            results.leave_out(kind, name)
+            continue
+        try:
+            measured = try_out(work, device, num_steps=3)
+        except Exception as error:  # noqa: BLE001 - the others are still worth measuring
+            results.fail(kind, name, error)
+            continue
+        torch._dynamo.reset()
+        results.add(row_of(kind, name, said, measured), time.perf_counter() - begun)
     return results
 
 
