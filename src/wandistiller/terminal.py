@@ -68,6 +68,8 @@ def hushed(is_quiet: bool) -> Iterator[None]:
 def quiet_libraries() -> None:
     """Keep other libraries' bars and notes off the screen; their warnings still come through."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # It advises on import to install kernels for 4-bit weights on the CPU, which nobody here has.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import diffusers
     import transformers
 

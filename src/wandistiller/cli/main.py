@@ -120,10 +120,11 @@ def parse(name: str, flags: Sequence[str]) -> Any:
 
 def run(name: str, config: CommandConfig) -> int:
     """Call the Python function of a command; a function may return an exit code."""
-    from wandistiller import api
     from wandistiller.terminal import quiet_libraries
 
     quiet_libraries()
+    from wandistiller import api
+
     gc.freeze()  # what was imported stays, and looking through it takes a quarter of a second each time
     result = getattr(api, name.replace("-", "_"))(config)
     return int(getattr(result, "exit_code", 0))
