@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wandistiller.memory.disk_store import NUM_THREADS, PIECE_BYTES
 
-_ENOUGH = 512 * 2**20
+_ENOUGH = 256 * 2**20
 """Bytes from which a rate is taken."""
 
 

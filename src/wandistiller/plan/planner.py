@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from wandistiller.config.command import CommandConfig, command_line, launch_words
@@ -13,6 +14,7 @@ from wandistiller.config.train import TrainConfig
 from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import Estimate
 from wandistiller.memory.hardware import Hardware, described
+from wandistiller.memory.raw_reads import read_rate
 from wandistiller.models.shapes import Shapes, find_shapes
 from wandistiller.plan.bounds import least_on_card
 from wandistiller.plan.candidates import all_ways, is_left_to_the_program
@@ -92,8 +94,8 @@ class Plan:
 def make_plan(request: PlanRequest) -> Plan:
     """Estimate the job in all ways that could be the best, and rank them."""
     job = request.job
-    hardware = find_hardware(request.options)
     shapes = find_shapes(model_of(job))
+    hardware = find_hardware(request.options, model_of(job))
     check_can_start(job, shapes, hardware)
     predict = PREDICTIONS[request.command]
     resident = _RESIDENT_FIELDS.get(request.command)
@@ -127,8 +129,10 @@ def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:
         check_text_to_video(shapes.transformers[0], "distilled")
 
 
-def find_hardware(options: PlanConfig) -> Hardware:
-    """Return the machine to plan for."""
+def find_hardware(options: PlanConfig, model: str) -> Hardware:
+    """Return the machine to plan for; of this one, how fast it reads the model's files."""
+    is_here = options.card is None and options.gpu is None
+    disk_rate = parse_rate(options.disk) if options.disk is not None else _rate_of_files(Path(model)) if is_here else None
     return described(
         card=options.card,
         gpu=None if options.gpu is None else Bytes.parse(options.gpu),
@@ -136,9 +140,15 @@ def find_hardware(options: PlanConfig) -> Hardware:
         num_nodes=options.nodes,
         host_memory=None if options.ram is None else Bytes.parse(options.ram),
         bus_rate=None if options.bus is None else parse_rate(options.bus),
-        disk_rate=None if options.disk is None else parse_rate(options.disk),
+        disk_rate=disk_rate,
         network_rate=None if options.network is None else parse_rate(options.network),
     )
+
+
+def _rate_of_files(model: Path) -> float | None:
+    files = [model] if model.is_file() else model.rglob("*.safetensors") if model.is_dir() else []
+    largest = max(files, key=lambda file: file.stat().st_size, default=None)
+    return None if largest is None else read_rate(largest)
 
 
 def model_of(job: Any) -> str:

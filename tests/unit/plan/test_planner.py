@@ -18,7 +18,7 @@ from wandistiller.models.shapes import find_shapes
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, build_empty
 from wandistiller.plan.candidates import all_ways
-from wandistiller.plan.planner import make_plan
+from wandistiller.plan.planner import find_hardware, make_plan
 from wandistiller.train.prediction import predict_train
 from wandistiller.units import Bytes
 
@@ -173,3 +173,14 @@ def test_a_clip_is_planned_without_a_word_about_its_file():
     assert request.job.output == Path("sample.mp4")
     with pytest.raises(UsageError, match="81 frames do not go into"):
         parse(flags[0], [*flags[1:], "--output", "sample.png"]).check()
+
+
+def test_the_disk_is_as_fast_as_it_reads_the_models_files_here(tmp_path, monkeypatch):
+    for name, size in (("small", 10), ("large", 20)):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(size))
+    read = []
+    monkeypatch.setattr("wandistiller.plan.planner.read_rate", lambda file: read.append(file.name) or 5e9)
+    assert find_hardware(PlanConfig(), str(tmp_path)).disk_rate == 5e9 and read == ["large.safetensors"]
+    assert find_hardware(PlanConfig(disk="3GB/s"), str(tmp_path)).disk_rate == 3e9
+    assert find_hardware(PlanConfig(card="rtx4090"), str(tmp_path)).disk_rate == 2e9, "another machine's disk"
+    assert find_hardware(PlanConfig(), "wan2.1-14b").disk_rate == 2e9
