@@ -259,14 +259,13 @@ class Training:
 
     @property
     def _feature_bytes(self) -> list[int]:
-        """Return what is kept of each block to match it: the teacher's answer, the difference in float32, and, where what a
-        block gives would have left for the host, that too."""
+        """Return what is kept of each block to match it: what teacher and student gave, then the difference in float32."""
         if not self.matches_features or self.teacher is None:
             return []
         values = self.student.batch_size * self.student.num_tokens * self.student.width
         theirs = self.teacher.batch_size * self.teacher.num_tokens * self.teacher.width * self.teacher.dtype.itemsize
         mine = 2 if self.student.precision != "no" else self.student.dtype.itemsize
-        return [theirs, 4 * values, *([mine * values] if self.student.to_host else [])] * self.student.num_blocks
+        return [max(theirs + mine * values, 4 * values)] * self.student.num_blocks
 
     @property
     def is_on_host(self) -> bool:

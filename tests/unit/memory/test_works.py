@@ -144,7 +144,7 @@ def test_matched_features_are_kept_for_each_block():
     teacher = USE.changed(name="teacher", dtype=torch.bfloat16)
     found = sizes(Training(student=TRAINED, teacher=teacher, matches_features=True).phase(CARD))
     tokens, width = 2 * 8 * 8, CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"]
-    # In 16 bits what the teacher gave, in 32 how far the student is from it.
+    # In 16 bits what the teacher gave, in 32 what the student did, or then how far it is from there.
     assert found[("student", "matched features")] == 8 * tokens * width * (2 + 4)
 
 

@@ -185,14 +185,17 @@ class Distillation:
         return velocity.float()
 
     @staticmethod
-    def _feature_loss(found: Sequence[Tensor], wanted: Sequence[Tensor], matched: MatchedBlocks) -> Tensor:
+    def _feature_loss(found: list[Tensor], wanted: list[Tensor], matched: MatchedBlocks) -> Tensor:
         """Return the mean over blocks and samples of the squared error, each relative to the square of what is wanted.
 
-        By sample, so that it does not depend on who else is in the batch.
+        By sample, so that it does not depend on who else is in the batch. Both lists are used up: what has been compared is
+        not needed any more, and large.
         """
+        assert len(found) == len(wanted)
         losses = []
-        for mine, theirs in zip(found, wanted, strict=True):
-            target = theirs.float() if matched.channels is None else theirs.float()[..., matched.channels.to(theirs.device)]
+        while found:
+            mine, theirs = found.pop(), wanted.pop()
+            target = (theirs if matched.channels is None else theirs[..., matched.channels.to(theirs.device)]).float()
             errors, sizes = (each.square().flatten(1).mean(1) for each in (mine.float() - target, target))
             losses.append((errors / sizes.clamp_min(1e-8)).mean())
         return torch.stack(losses).mean()

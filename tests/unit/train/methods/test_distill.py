@@ -104,9 +104,10 @@ def test_features_of_matched_blocks_count_relative_to_the_teachers():
 
 def test_features_of_a_narrower_student_are_compared_on_its_channels():
     noisy = torch.randn(2, 4, 1, 3, 3)
-    found = [noisy[..., :2] * 2]
-    loss = Distillation._feature_loss(found, [noisy * 2], MatchedBlocks([0], [0], torch.tensor([0, 1])))
+    found, wanted = [noisy[..., :2] * 2], [noisy * 2]
+    loss = Distillation._feature_loss(found, wanted, MatchedBlocks([0], [0], torch.tensor([0, 1])))
     torch.testing.assert_close(loss, torch.tensor(0.0))
+    assert not found and not wanted, "their memory is free for what comes"
 
 
 def test_a_stored_target_needs_no_teacher():
