@@ -2,8 +2,9 @@
 
 python benchmarks/capped.py --output benchmarks/results
 
-Each job is planned for a card of so many gigabytes. The plan that is said to fit must run under a hard limit of that size; the
-job as it was asked for, where its tensors alone are said to need more than the card and the margin, must run out of memory.
+Each job is planned for a card of so many gigabytes. All phases of the plan that is said to fit must run under a hard limit of
+that size; the largest phase of the job as it was asked for, where its tensors alone are said to need more than the card and the
+margin, must run out of memory.
 """
 
 from __future__ import annotations
@@ -68,18 +69,17 @@ class Row:
         )
 
 
-def longest(estimate: Estimate) -> Work:
-    """Return the work of the phase that the job is about."""
-    phases = [phase for phase in estimate.phases if phase.work is not None]
-    work: Work = max(phases, key=lambda phase: phase.seconds * phase.num_steps).work
-    return work
+def works(estimate: Estimate) -> list[Work]:
+    """Return what can be tried of a job, from the phase that needs most."""
+    phases = sorted(estimate.phases, key=lambda phase: phase.peak, reverse=True)
+    return [phase.work for phase in phases if phase.work is not None]
 
 
-def runs(work: Work, limit: int) -> float | None:
+def runs(phases: list[Work], limit: int) -> float | None:
     """Return the gigabytes that were held, or None where the limit was not enough."""
     limit_memory(limit)
     try:
-        return try_out(work, DEVICE, num_steps=1).reserved / GIB
+        return max(try_out(work, DEVICE, num_steps=1).reserved for work in phases) / GIB
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -103,10 +103,10 @@ def try_plan(job: str, card: float, ram: str) -> Row:
         card,
         flags(plan.best),
         plan.best.estimate.device / GIB,
-        runs(longest(plan.best.estimate), room),
+        runs(works(plan.best.estimate), room),
         asked.in_use / GIB,
         must_fail,
-        runs(longest(asked), room) is None if must_fail else None,
+        runs(works(asked)[:1], room) is None if must_fail else None,
     )
 
 
@@ -122,7 +122,7 @@ def main() -> None:
             plan = plan_for(job, card, arguments.ram)
             chosen = "nothing" if plan.best is None else f"{flags(plan.best)} {plan.best.estimate.device}"
             asked = plan.asked.estimate
-            print(f"{job} on {card} GiB: {chosen}; as asked for {asked.in_use}, {type(longest(asked)).__name__}", flush=True)
+            print(f"{job} on {card} GiB: {chosen}; as asked for {asked.in_use}, {type(works(asked)[0]).__name__}", flush=True)
             continue
         rows.append(try_plan(job, card, arguments.ram))
         print(rows[-1], flush=True)
