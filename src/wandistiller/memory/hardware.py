@@ -165,7 +165,7 @@ def detect(*, measures: bool = True) -> Hardware:
     Without ``measures`` nothing is tried, for when there is no memory to try it in: what is not known is as usual.
     """
     from wandistiller.memory.monitor import device_memory
-    from wandistiller.memory.rates import copy_rate, fastest_cpu_dtype, launch_seconds, matmul_rate
+    from wandistiller.memory.rates import copy_rate, fastest_cpu_dtype, launch_seconds, matmul_rate, pageable_rate
 
     cpu = matmul_rate(torch.device("cpu"), fastest_cpu_dtype()) if measures else 2e11
     rate = None if measures else 40e9
@@ -188,7 +188,7 @@ def detect(*, measures: bool = True) -> Hardware:
         free=Bytes(memory.free + memory.reserved),
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
-        pageable_rate=copy_rate(device, page_locked=False, num_bytes=2**29) if measures else 6e9,
+        pageable_rate=pageable_rate(device) if measures else 6e9,
         host_flops=cpu,
         host_rate=rate,
     )

@@ -22,6 +22,13 @@ def copy_rate(device: torch.device, *, page_locked: bool = True, num_bytes: int 
     return num_bytes / _seconds(lambda: target.copy_(source, non_blocking=page_locked), device)
 
 
+def pageable_rate(device: torch.device) -> float:
+    """Return the same for memory that is neither page-locked nor in the CPU's caches, as weights are when their turn comes."""
+    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    sources = iter(torch.ones(8, COPY_BYTES, dtype=torch.uint8))
+    return COPY_BYTES / _seconds(lambda: target.copy_(next(sources)), device)
+
+
 @functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return floating-point operations a second in the products that a transformer is made of."""
