@@ -28,6 +28,10 @@ class TransformerTrainingConfig(TrainingConfig):
     vae_checkpoint: Path | None = None
     """VAE weights in any dialect, in the place of the pipeline's VAE."""
 
+    vae_tiling: bool = False
+    """Encode large media in tiles: take it when memory runs out before the training has begun. Latents are the same to
+    rounding; encoding them, once, takes up to twice as long."""
+
     skip_bad: bool = False
     """Go on without media that cannot be read, captions that are empty and the like, and list them."""
 

@@ -186,9 +186,10 @@ class Encoding:
     def phase(self, hardware: Hardware, name: str = "encoding media") -> Phase:
         """Return what it takes."""
         # A clip is encoded four frames at a time, and what grows with it grows evenly: two short ones tell of a long one.
-        frames = self.pixel_shape[1]
-        shorter, longer = (self._phase(hardware, name, min(frames, most)) for most in (17, 25))
-        found = longer if frames <= 25 else extended(shorter, longer, (frames - 17) / 8)
+        # (Tiles take long to follow, and leave few fragments.)
+        frames, few = self.pixel_shape[1], 17 if self.is_tiled else 25
+        shorter, longer = (self._phase(hardware, name, min(frames, most)) for most in (few, few + 8))
+        found = longer if frames <= few + 8 else extended(shorter, longer, (frames - few) / 8)
         return replace(found, work=self)
 
     def _phase(self, hardware: Hardware, name: str, frames: int) -> Phase:
@@ -206,7 +207,7 @@ class Encoding:
 
 
 def extended(shorter: Phase, longer: Phase, times: float) -> Phase:
-    """Return a phase that is ``times`` as much larger than one as another is."""
+    """Return a phase that is ``times`` as much larger than one as another is; its fragments are the other's."""
 
     def extend(low: float, high: float) -> float:
         return low + times * (high - low)
@@ -222,7 +223,7 @@ def extended(shorter: Phase, longer: Phase, times: float) -> Phase:
         items=tuple(items),
         peak=Bytes(round(extend(shorter.peak, longer.peak))),
         passing=Bytes(round(extend(shorter.passing, longer.passing))),
-        reserved=Bytes(round(extend(shorter.reserved, longer.reserved))),
+        reserved=Bytes(round(extend(longer.reserved - longer.peak + shorter.peak, longer.reserved))),
         seconds=extend(shorter.seconds, longer.seconds),
     )
 

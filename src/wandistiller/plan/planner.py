@@ -11,16 +11,17 @@ from wandistiller.config.command import CommandConfig, command_line, launch_word
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.plan import PlanConfig, PlanRequest, parse_rate
 from wandistiller.config.train import TrainConfig
+from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.errors import UsageError
-from wandistiller.memory.estimates import Estimate
+from wandistiller.memory.estimates import Estimate, fits
 from wandistiller.memory.hardware import Hardware, described
 from wandistiller.memory.raw_reads import read_rate
 from wandistiller.models.shapes import Shapes, find_shapes
 from wandistiller.plan.bounds import least_on_card
-from wandistiller.plan.candidates import all_ways, is_left_to_the_program
+from wandistiller.plan.candidates import Changes, Way, all_ways, is_left_to_the_program
 from wandistiller.plan.search import Option, Search, Untried
 from wandistiller.sample.prediction import predict_sample
-from wandistiller.train.prediction import predict_distill, predict_train
+from wandistiller.train.prediction import media_phase, predict_distill, predict_train
 from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
 from wandistiller.train.vae_prediction import predict_train_vae
 from wandistiller.units import Bytes
@@ -99,17 +100,21 @@ def make_plan(request: PlanRequest) -> Plan:
     check_can_start(job, shapes, hardware)
     predict = PREDICTIONS[request.command]
     resident = _RESIDENT_FIELDS.get(request.command)
+    for_data = _changes_for_data(job, request.given, shapes, hardware)
+    encoding = ("encoding text", "encoding media") if isinstance(job, TransformerTrainingConfig) else ()
     search = Search(
         predict=lambda changes: predict(replace(job, **changes), shapes, hardware),
         least_on_card=lambda changes: least_on_card(replace(job, **changes), shapes, hardware),
         hardware=hardware,
         resident_field=None if resident in request.given else resident,
-        fixed_phases=("encoding text", "encoding media") if request.command in ("train", "distill") else (),
+        fixed_phases=() if for_data else encoding,
         # How a picture is decoded changes nothing about the steps before.
         num_policies=1 if request.command == "sample" else 2,
     )
-    ways = all_ways(job, request.given, hardware)
-    search.run(sorted(ways, key=lambda way: bool(way.changes)))
+    ways = sorted(all_ways(job, request.given, hardware), key=lambda way: bool(way.changes))
+    if for_data:
+        ways = [Way(changes={}), *(replace(way, changes={**way.changes, **for_data}) for way in ways)]
+    search.run(ways)
     fitting = sorted(
         (each for each in search.found if each.fits),
         key=lambda each: (not each.way.is_exact, each.seconds, each.estimate.device),
@@ -117,6 +122,15 @@ def make_plan(request: PlanRequest) -> Plan:
     asked = next((each for each in fitting if is_left_to_the_program(job, each.changes, request.given)), search.found[0])
     losers = [each for each in search.found if not each.fits and each is not asked]
     return Plan(request, hardware, asked, tuple(fitting), tuple(losers), tuple(search.untried))
+
+
+def _changes_for_data(job: Any, given: frozenset[str], shapes: Shapes, hardware: Hardware) -> Changes:
+    """Return what a data set needs to be encoded where the VAE has no room for whole frames: tiles."""
+    if not isinstance(job, TransformerTrainingConfig) or job.dataset_path is None or "vae_tiling" in given:
+        return {}
+    phases = (media_phase(replace(job, vae_tiling=is_tiled), shapes, hardware) for is_tiled in (job.vae_tiling, True))
+    has_room = (fits(phase.reserved, hardware.room) for phase in phases)
+    return {} if next(has_room) or not next(has_room) else {"vae_tiling": True}
 
 
 def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:

@@ -240,10 +240,15 @@ def encoding_phases(config: TransformerTrainingConfig, shapes: Shapes, hardware:
     if encoder is not None:
         found.append(text_phase(encoder, hardware, dtype, ranks=max(hardware.num_cards, 1)))
     if config.dataset_path is not None:
-        frames, height, width = planned_pixels(config, shapes.vae)
-        media = Encoding(config=shapes.vae, pixel_shape=(3, frames, height, width), dtype=torch.float32)
-        found.append(media.phase(hardware))
+        found.append(media_phase(config, shapes, hardware))
     return found
+
+
+def media_phase(config: TransformerTrainingConfig, shapes: Shapes, hardware: Hardware) -> Phase:
+    """Return the phase in which the VAE encodes pictures and clips."""
+    pixels = (3, *planned_pixels(config, shapes.vae))
+    media = Encoding(config=shapes.vae, pixel_shape=pixels, dtype=torch.float32, is_tiled=config.vae_tiling)
+    return media.phase(hardware)
 
 
 def foreseen_precision(config: TrainingConfig, hardware: Hardware, weights: torch.dtype = torch.float32) -> MixedPrecision:

@@ -184,3 +184,13 @@ def test_the_disk_is_as_fast_as_it_reads_the_models_files_here(tmp_path, monkeyp
     assert find_hardware(PlanConfig(disk="3GB/s"), str(tmp_path)).disk_rate == 3e9
     assert find_hardware(PlanConfig(card="rtx4090"), str(tmp_path)).disk_rate == 2e9, "another machine's disk"
     assert find_hardware(PlanConfig(), "wan2.1-14b").disk_rate == 2e9
+
+
+def test_data_are_encoded_in_tiles_where_whole_frames_have_no_room():
+    clip = ["--model", "wan2.1-1.3b", "--lora-rank", "4", "--ram", "64GiB", "--frames", "5"]
+    small, large = (plan_of("train", *clip, "--gpu", size) for size in ("7GiB", "24GiB"))
+    assert small.best.changes["vae_tiling"] and "--vae-tiling" in small.command
+    assert not small.asked.changes and not small.asked.fits, "what was asked for is shown as it is"
+    assert "vae_tiling" not in large.best.changes
+    given = plan_of("train", *clip, "--gpu", "7GiB", "--no-vae-tiling")
+    assert given.best is None and "encoding media alone needs" in given.untried[0].why

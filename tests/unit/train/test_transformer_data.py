@@ -10,6 +10,7 @@ from PIL import Image
 from wandistiller.config.train import TrainConfig
 from wandistiller.data.encoded import encode_data
 from wandistiller.errors import UsageError
+from wandistiller.models.vae_tiles import encode_tiled
 from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.transformer_data import prepare_data, prepare_held_out
 
@@ -40,3 +41,16 @@ def test_a_package_that_is_missing_is_noticed_before_anything_is_loaded(monkeypa
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     with pytest.raises(UsageError, match="needs bitsandbytes"):
         check_optimiser("adamw8bit")
+
+
+def test_data_are_encoded_in_tiles_where_that_is_asked_for(tmp_path, monkeypatch):
+    """Frames of 40x40 latents are cut; the latents are those of whole frames."""
+    add_picture(tmp_path / "train" / "a.png", 20)
+    found, tiles = [], []
+    monkeypatch.setattr("wandistiller.data.encode.encode_tiled", lambda *args: tiles.append(1) or encode_tiled(*args))
+    for is_tiled in (False, True):
+        config = TrainConfig(vae_tiling=is_tiled, width=320, height=320, frames=(1,))
+        data = encode_data(prepare_data(config, "tiny-random", str(tmp_path / "train"), tmp_path / f"cache-{is_tiled}", CPU))
+        found.append(data.latents.read("a"))
+        assert bool(tiles) is is_tiled
+    torch.testing.assert_close(*found, atol=1e-4, rtol=0)
