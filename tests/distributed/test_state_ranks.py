@@ -37,9 +37,16 @@ STEPS = 60
 KILLS = 8
 
 
+def method_of(rank):
+    """Return a method that draws other random numbers on each rank, with the same weights."""
+    method = ToyMethod(dropout=0.2)
+    torch.manual_seed(rank)
+    return method
+
+
 def toy(folder, ranks, steps=STEPS, **options):
     """Return a loop whose model is in slices."""
-    method = ToyMethod(dropout=0.2)
+    method = method_of(ranks.rank)
     model = method.student.model
     mesh = Parallel("fsdp", ranks.world_size).mesh(ranks, CPU)
     method.student.sharding = Sharding(model, [model[0]], mesh)
@@ -179,7 +186,7 @@ def resume(folder, steps, how):
         if how == "slices":
             toy(folder, ranks, steps).run()
         else:
-            loop = make_loop(folder, steps=steps, method=ToyMethod(dropout=0.2), ranks=ranks, log_every=7, resume=True)
+            loop = make_loop(folder, steps=steps, method=method_of(ranks.rank), ranks=ranks, log_every=7, resume=True)
             loop.run()
 
 
