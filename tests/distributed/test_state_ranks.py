@@ -75,6 +75,10 @@ def straight(folder):
             torch.save(weights, folder / "straight.pt")
 
 
+def newest_step(folder):
+    return max((int(path.name.removeprefix("step-")) for path in (folder / "states").glob("step-*")), default=0)
+
+
 def test_ranks_killed_in_the_middle_of_saving_go_on_from_a_complete_state(tmp_path):
     """One of two is killed, the other ends in its own way or is killed too; every state that counts is whole."""
     run_ranks(2, straight, tmp_path, folder=tmp_path)
@@ -82,7 +86,10 @@ def test_ranks_killed_in_the_middle_of_saving_go_on_from_a_complete_state(tmp_pa
     for attempt in range(KILLS + 1):
         processes = start_ranks(2, train, tmp_path, folder=tmp_path)
         if attempt < KILLS:
-            time.sleep(rng.uniform(0.3, 1.2))
+            target = newest_step(tmp_path) + rng.randint(1, 4)
+            while newest_step(tmp_path) < target and all(process.is_alive() for process in processes):
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.02))
             for process in rng.sample(processes, 2):
                 os.kill(process.pid, signal.SIGKILL)
                 time.sleep(rng.uniform(0, 0.02))
@@ -91,6 +98,7 @@ def test_ranks_killed_in_the_middle_of_saving_go_on_from_a_complete_state(tmp_pa
         for path in (tmp_path / "states").glob("step-*"):
             assert is_complete(path) or not (path / "state.json").exists()
         assert (tmp_path / "weights.pt").exists() == (attempt == KILLS)
+        assert attempt == KILLS or newest_step(tmp_path) >= target, "killed while it saved, not before"
     found, expected = (torch.load(tmp_path / name) for name in ("weights.pt", "straight.pt"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
