@@ -60,6 +60,35 @@ def test_a_job_whose_rank_was_killed_comes_back_from_the_last_state(run, tmp_pat
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_a_job_that_goes_on_from_another_run_is_killed_before_its_first_state(run, tmp_path):
+    own = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0, "learning_rate": 1e-3, "workers": 0}
+    train(model="tiny-random", dataset_path="world:12:1x32x32", **own, batch_size=4, num_steps=2, output_dir=tmp_path / "other")
+    flags = ["--num-steps", "4", "--save-every", "0", "--resume", tmp_path / "other" / "states" / "step-00000002"]
+    done = run("os.kill(os.getpid(), signal.SIGKILL)", *flags, launch=["--max-restarts=1"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("other/states/step-00000002, step 2\n") == 2, "both times"
+
+
+def test_a_folder_that_holds_a_training_is_not_taken_over_by_starting_again(tmp_path):
+    script = tmp_path / "mishap.py"
+    script.write_text(MISHAP.format(mishap="pass", step=0))
+    flags = [*FLAGS, "--output-dir", tmp_path / "run"]
+    assert torchrun(script, *flags, "--num-steps", "2", ranks=1).returncode == 0
+    done = torchrun(script, *flags, "--num-steps", "4", launch=["--max-restarts=1"])
+    assert done.returncode != 0
+    assert "holds a training already, up to step-00000002" in done.stderr.partition("Root Cause")[2], done.stderr
+    assert [path.name for path in (tmp_path / "run" / "states").iterdir()] == ["step-00000002"]
+
+
+def test_flags_that_cannot_be_understood_are_the_root_cause(tmp_path):
+    script = tmp_path / "mishap.py"
+    script.write_text(MISHAP.format(mishap="pass", step=0))
+    done = torchrun(script, *FLAGS, "--num-stepz", "2")
+    assert done.returncode != 0
+    cause = done.stderr.partition("Root Cause")[2]
+    assert "--num-stepz" in cause and "exitcode  : 2" in cause, done.stderr
+
+
 def test_a_rank_of_one_of_two_machines_is_killed_and_both_come_back_at_once(tmp_path):
     """Where it died it is a restart, for the other machine a change of membership: they do not count alike."""
     script = tmp_path / "mishap.py"

@@ -1,6 +1,7 @@
 """Ranks that hold the whole model, or slices of it, against one: the same losses; and states that any of them goes on from."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from helpers.torchrun import torchrun
 from safetensors.torch import load_file
 
 from wandistiller.api import distill, train, train_vae
-from wandistiller.checkpoint.training_state import load_state
+from wandistiller.checkpoint.training_state import is_complete, load_state
 from wandistiller.errors import UsageError
 
 STEPS = 20
@@ -118,6 +119,17 @@ def test_ranks_write_a_state_together_and_each_piece_once(half):
     tensors = load_state(states[-1]).tensors
     whole = sum(value.nbytes for value in tensors.values())
     assert whole <= sum(sizes) < 1.3 * whole
+
+
+def test_a_state_without_all_of_any_ranks_part_does_not_count(half, tmp_path):
+    for number in range(4):
+        state = shutil.copytree(half("train") / "states" / "step-00000010", tmp_path / str(number))
+        assert is_complete(state)
+        file = sorted(state.glob("*.safetensors"))[number]
+        os.truncate(file, file.stat().st_size - 1)
+        assert not is_complete(state)
+        file.unlink()
+        assert not is_complete(state)
 
 
 def clips(folder, options):

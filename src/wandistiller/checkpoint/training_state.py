@@ -178,6 +178,11 @@ def _files(content: Mapping[str, Any]) -> dict[str, int]:
     return dict(content["files"]) if "files" in content else {ALONE: content["tensor_bytes"]}
 
 
+def written_at(path: Path) -> float:
+    """Return when a state was completed, in seconds since the epoch."""
+    return (path / _FACTS).stat().st_mtime
+
+
 def check_state(path: Path) -> None:
     """Raise ``UsageError`` or ``CheckpointError`` for what is no state, or not a whole one."""
     if not path.is_dir():

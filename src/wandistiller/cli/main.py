@@ -6,8 +6,10 @@ only when it runs.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
+import io
 import itertools
 import os
 import sys
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if name not in COMMANDS:
             raise UsageError(f"There is no command '{name}'{nearest(name, COMMANDS)}", fix=f"Use one of {', '.join(COMMANDS)}.")
-        config = parse(name, flags)
+        config = _parse_as_rank(name, flags) if is_rank() else parse(name, flags)
         config.check()
         return run(name, config)
     except WanDistillerError as error:
@@ -116,6 +118,20 @@ def parse(name: str, flags: Sequence[str]) -> Any:
     else:
         default = config_class(**find_preset(name, preset)) if preset is not None else config_class()
     return parse_flags(config_class, flags, default, f"wandistiller {name}")
+
+
+def _parse_as_rank(name: str, flags: Sequence[str]) -> Any:
+    """The same for a process of torchrun, which shows errors and not what is printed while a process ends by itself."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            config = parse(name, flags)
+    except SystemExit as end:
+        if not end.code:  # help was asked for
+            raise
+        raise UsageError(f"The flags of {name} cannot be understood.\n{printed.getvalue().strip()}") from end
+    print(printed.getvalue(), end="", file=sys.stderr)
+    return config
 
 
 def run(name: str, config: CommandConfig) -> int:

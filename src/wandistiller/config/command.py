@@ -37,8 +37,12 @@ def flag_words(changes: Mapping[str, Any]) -> list[str]:
 
 
 def launch_words(num_nodes: int, num_ranks: int) -> list[str]:
-    """Return what stands before a command that torchrun starts, ``num_ranks`` times on each machine."""
-    return ["torchrun", *([f"--nnodes={num_nodes}"] if num_nodes > 1 else []), f"--nproc-per-node={num_ranks}", "-m"]
+    """Return what stands before a command that torchrun starts, ``num_ranks`` times on each machine.
+
+    Several machines meet on one of them, which the user knows the name of: it stands for ``first``.
+    """
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=first:29500"]
+    return ["torchrun", *([f"--nnodes={num_nodes}", *meeting] if num_nodes > 1 else []), f"--nproc-per-node={num_ranks}", "-m"]
 
 
 def command_line(command: str, config: CommandConfig, changes: Mapping[str, Any]) -> str:

@@ -6,7 +6,9 @@ seeded by the run's seed, the epoch and the sample. It is the same on any number
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +21,8 @@ from wandistiller.data.batches import MicroBatch, StepPlan
 from wandistiller.errors import WanDistillerError
 
 Sample = dict[str, Tensor]
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when its parent has died."""
 
 
 class SampleReader(Protocol):
@@ -106,7 +110,7 @@ def load_steps(
         prefetch_factor=2 if workers else None,
         # Without one of its own it draws from the global random numbers, and a resumed run would see others.
         generator=torch.Generator().manual_seed(seed),
-        worker_init_fn=_leave_signals,
+        worker_init_fn=_depend_on_parent,
     )
     ready: list[Batch] = []
     for batch in loader:
@@ -118,10 +122,16 @@ def load_steps(
             ready = []
 
 
-def _leave_signals(worker: int) -> None:
-    """Let the process that is read for decide: what stops a job tells all processes, and a dead worker would end it unsaved."""
+def _depend_on_parent(worker: int) -> None:
+    """Let the process that is read for decide: what stops a job tells all processes, and a dead worker would end it unsaved.
+
+    A worker ends with that process, though: it has its connections too, and ranks that wait for a dead one would not see them
+    close before PyTorch's worker has noticed, after five seconds.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _MicroBatches(Dataset[Any]):

@@ -34,6 +34,13 @@ def num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def job_start() -> float:
+    """Return when the torchrun that started this process was started itself, in seconds since the epoch."""
+    import psutil  # not before it is needed: the command line imports this module
+
+    return psutil.Process(os.getppid()).create_time()
+
+
 def end_torchrun_later(seconds: float = 10.0) -> None:
     """Kill the torchrun that started this process, if it is still there then.
 

@@ -171,7 +171,7 @@ def _together(tiers: Iterable[Sequence[Changes]], hardware: Hardware) -> list[li
     """Let several ranks each have all of what is trained, or a slice of it; within a machine hsdp is the same as fsdp."""
     if hardware.num_ranks == 1:
         return [list(tier) for tier in tiers]
-    names = ("ddp", "fsdp", "hsdp") if hardware.num_nodes > 1 else ("ddp", "fsdp")
+    names = ("ddp", "hsdp", "fsdp") if hardware.num_nodes > 1 else ("ddp", "fsdp")
     return [[{**place, "parallel": name} for place in tier for name in names] for tier in tiers]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,8 @@ class Plan:
         near = [each for each in among if each.seconds <= _ABOUT_AS_FAST * least]
         return min(near, key=self._changed, default=None)
 
-    def _changed(self, each: Option) -> tuple[bool, int, float, int]:
-        return each is not self.asked, len(each.changes), each.seconds, each.estimate.device
+    def _changed(self, each: Option) -> tuple[bool, int, float, float, int]:
+        return each is not self.asked, len(each.changes), _exchange(each), each.seconds, each.estimate.device
 
     @property
     def ranked(self) -> tuple[Option, ...]:
@@ -119,7 +119,8 @@ def make_plan(request: PlanRequest) -> Plan:
         (each for each in search.found if each.fits),
         key=lambda each: (not each.way.is_exact, each.seconds, each.estimate.device),
     )
-    asked = next((each for each in fitting if is_left_to_the_program(job, each.changes, request.given)), search.found[0])
+    asked = _stands_for([each for each in fitting if is_left_to_the_program(job, each.changes, request.given)])
+    asked = asked or search.found[0]
     losers = [each for each in search.found if not each.fits and each is not asked]
     return Plan(request, hardware, asked, tuple(fitting), tuple(losers), tuple(search.untried))
 
@@ -131,6 +132,19 @@ def _changes_for_data(job: Any, given: frozenset[str], shapes: Shapes, hardware:
     phases = (media_phase(replace(job, vae_tiling=is_tiled), shapes, hardware) for is_tiled in (job.vae_tiling, True))
     has_room = (fits(phase.reserved, hardware.room) for phase in phases)
     return {} if next(has_room) or not next(has_room) else {"vae_tiling": True}
+
+
+def _stands_for(ways: Sequence[Option]) -> Option | None:
+    """Return which of the ways that ``auto`` leaves open, in the order of those that fit, it stands for."""
+    near = [
+        each for each in ways if each.way.is_exact == ways[0].way.is_exact and each.seconds <= _ABOUT_AS_FAST * ways[0].seconds
+    ]
+    return min(near, key=_exchange, default=None)
+
+
+def _exchange(option: Option) -> float:
+    """Return for how long ranks exchange in a step. It counts as hidden behind the computation, which it may not be."""
+    return sum(phase.exchange for phase in option.estimate.phases)
 
 
 def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:

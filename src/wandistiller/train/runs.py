@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 
-from wandistiller.checkpoint.training_state import TrainingState, TrainingStates, check_state, load_facts, load_state
+from wandistiller.checkpoint.training_state import (
+    TrainingState,
+    TrainingStates,
+    check_state,
+    load_facts,
+    load_state,
+    written_at,
+)
 from wandistiller.config.toml_file import write_config
 from wandistiller.config.training import TrainingConfig
 from wandistiller.data.batches import BatchPlan, StepPlan
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.loader import SampleReader
-from wandistiller.distributed.failures import is_rank, num_restarts
+from wandistiller.distributed.failures import is_rank, job_start, num_restarts
 from wandistiller.distributed.parallel import Parallel, choose_parallel
 from wandistiller.distributed.ranks import Ranks, rank_device, read_ranks
 from wandistiller.errors import UsageError
@@ -41,7 +48,8 @@ def prepare_device(config: TrainingConfig) -> torch.device:
     check_can_write(config.output_dir / "x")
     ranks = read_ranks()
     if ranks.world_size == ranks.ranks_here:  # several machines have to ask each other first whether this is a restart
-        find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep), num_restarts())
+        restarted = job_start() if num_restarts() else None
+        find_state(config.resume, TrainingStates(config.output_dir / "states", config.keep), restarted)
     if config.distributed and not is_rank():
         raise UsageError("--distributed was given, but torchrun did not start this.", fix="Start it with torchrun.")
     device = find_device(rank_device(config.device, ranks))
@@ -196,15 +204,16 @@ class Run:
         return stopped
 
 
-def find_state(resume: str | None, states: TrainingStates, restarts: int = 0) -> Path | None:
+def find_state(resume: str | None, states: TrainingStates, restarted: float | None = None) -> Path | None:
     """Return the state that ``resume`` names: None for a new run, ``auto`` for the newest, or a folder.
 
-    ``restarts`` is how often torchrun has started the job again. Raises where there is no state of that name, or where a new
-    run would go on in the folder of an old one.
+    ``restarted`` is when torchrun began with a job that it has started again: a state that was written since then is the job's
+    own, and it goes on from that. Raises where there is no state of that name, or where a new run would go on in the folder of
+    an old one.
     """
     newest = states.newest()
-    if restarts:
-        resume = "auto"  # torchrun has started this again: what was asked for has been done already
+    if newest is not None and restarted is not None and written_at(newest) >= restarted:
+        return newest
     if resume is None:
         if newest is not None:
             raise UsageError(
@@ -228,16 +237,23 @@ def find_state(resume: str | None, states: TrainingStates, restarts: int = 0) ->
 def saved_facts(config: TrainingConfig, ranks: Ranks) -> TrainingState | None:
     """Return the state that a run will go on from, without its tensors; None for one that starts."""
     states = TrainingStates(config.output_dir / "states", config.keep)
-    path = find_state(config.resume, states, ranks.largest(num_restarts()))
+    path = _agree_on_state(config.resume, states, ranks)
     return load_facts(path) if path is not None else None
+
+
+def _agree_on_state(resume: str | None, states: TrainingStates, ranks: Ranks) -> Path | None:
+    """Return the state that the first rank finds, on all of them: a shared folder may look older from another machine."""
+    is_restart = ranks.largest(num_restarts())  # machines count differently, and one may be new in the job
+    restarted = float(-ranks.largest(-int(job_start()))) if is_restart else None
+    found: Path | None = ranks.from_first(find_state(resume, states, restarted) if ranks.is_first else None)
+    return found
 
 
 def resume_run(resume: str | None, loop: Loop, states: TrainingStates) -> None:
     """Load the state to go on from, where there is one."""
-    restarts = loop.ranks.largest(num_restarts())  # machines count differently
-    path = find_state(resume, states, restarts)
+    path = _agree_on_state(resume, states, loop.ranks)
     if path is None:
-        if resume is not None or restarts:
+        if loop.ranks.is_first and (resume is not None or num_restarts()):
             say(f"There is no state in {states.folder} yet; starting from the beginning")
         return
     loop.load(load_state(path, loop.like))

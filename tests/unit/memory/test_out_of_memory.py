@@ -145,7 +145,8 @@ def test_a_command_line_under_torchrun(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     line = command_line("sample", SampleConfig(model="tiny"), {"steps": 3})
-    assert line == "torchrun --nnodes=2 --nproc-per-node=4 -m wandistiller sample --model tiny --steps 3"
+    launch = "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=first:29500 --nproc-per-node=4"
+    assert line == f"{launch} -m wandistiller sample --model tiny --steps 3"
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_two_ranks_share_one_copy(tiny_folder, tmp_path, placement):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for _ in range(2)
+        for rank in range(2)
     ]
 
     def ask(word):

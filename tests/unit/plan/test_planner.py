@@ -48,6 +48,18 @@ def test_what_is_given_is_kept():
         assert not each.changes.keys() & {"placement", "activation_policy", "gradient_checkpointing", "weights_dtype"}
 
 
+@pytest.mark.parametrize("asked", [[], ["--parallel", "auto"]], ids=["open", "auto"])
+def test_several_machines_exchange_as_little_as_they_can_and_are_told_where_to_meet(asked):
+    """What passes between them counts as hidden behind the computation, so times alone do not tell fsdp and hsdp apart."""
+    clip = ["--frames", "33", "--width", "512", "--height", "512", "--activation-policy", "full", "--weights-dtype", "float32"]
+    machines = ["--gpu", "20GiB", "--gpus", "4", "--nodes", "2", "--network", "50GB/s", "--ram", "64GiB"]
+    plan = make_plan(parse("plan", [*TRAIN, *clip, *asked, *machines]))
+    seconds = {each.changes["parallel"]: each.seconds for each in plan.fitting}
+    assert seconds["fsdp"] < seconds["hsdp"] < 1.02 * seconds["fsdp"], "about as fast"
+    assert plan.best.changes["parallel"] == "hsdp"
+    assert plan.command.startswith("torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=first:29500 --nproc-per-node=4 ")
+
+
 def test_a_batch_that_does_not_fit_becomes_smaller_ones():
     """A step still trains on the same samples."""
     job = TrainConfig(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from wandistiller.checkpoint.training_state import TrainingState, TrainingStates
+from wandistiller.checkpoint.training_state import TrainingState, TrainingStates, written_at
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.train_vae import TrainVaeConfig
@@ -37,12 +37,24 @@ def test_the_state_to_go_on_from(tmp_path):
     assert find_state(None, empty) is None and find_state("auto", empty) is None
     assert find_state("auto", states) == tmp_path / "states" / "step-00000002"
     assert find_state(str(tmp_path / "states" / "step-00000001"), empty) == tmp_path / "states" / "step-00000001"
-    assert find_state(None, states, restarts=1) == tmp_path / "states" / "step-00000002"
     with pytest.raises(UsageError, match="is newer than"):
         find_state(str(tmp_path / "states" / "step-00000001"), states)
     (tmp_path / "half").mkdir()
     with pytest.raises(CheckpointError, match="not a complete training state"):
         find_state(str(tmp_path / "half"), empty)
+
+
+def test_a_job_that_was_started_again_goes_on_from_its_own_states_alone(tmp_path):
+    """What lay in the folder before is as forbidden as at the start, and a state that was named counts until one is saved."""
+    empty, states = TrainingStates(tmp_path / "none" / "states", keep=1), states_with(tmp_path, 1, 2)
+    first, second = (str(tmp_path / "states" / f"step-0000000{step}") for step in (1, 2))
+    before, after = written_at(tmp_path / "states" / "step-00000002") - 9, written_at(tmp_path / "states" / "step-00000002") + 9
+    assert find_state(None, states, restarted=before) == tmp_path / "states" / "step-00000002"
+    assert find_state(first, states, restarted=before) == tmp_path / "states" / "step-00000002"
+    with pytest.raises(UsageError, match="holds a training already"):
+        find_state(None, states, restarted=after)
+    assert find_state(None, empty, restarted=after) is None
+    assert find_state(second, empty, restarted=after) == tmp_path / "states" / "step-00000002"
 
 
 def test_what_is_asked_of_the_optimiser_reaches_it(tmp_path):
