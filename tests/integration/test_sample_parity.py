@@ -277,7 +277,8 @@ def test_every_placement_draws_the_same(tiny_folder, tmp_path, monkeypatch, plac
         (tmp_path / "map.json").write_text('{"": "cpu", "blocks": {"0": "disk"}}')
         options |= {"device_map": tmp_path / "map.json"}
     placed = sample(output=tmp_path / "b.safetensors", placement=placement, **options)[0].latents
-    assert torch.equal(resident, placed)
+    # Not to the bit: weights mapped from files lie at odd addresses, where the products of some CPUs round otherwise.
+    torch.testing.assert_close(placed, resident, rtol=1e-6, atol=2e-6)
 
 
 def test_two_experts_with_unipc(two_expert_folder, tmp_path):

@@ -259,13 +259,21 @@ class Training:
 
     @property
     def _feature_bytes(self) -> list[int]:
-        """Return what is kept of each block to match it: what teacher and student gave, then the difference in float32."""
+        """Return what matching blocks takes at most: what teacher and student gave, or then all differences in float32.
+
+        What a student's block gave is there anyway where the next block keeps it as it is.
+        """
         if not self.matches_features or self.teacher is None:
             return []
-        values = self.student.batch_size * self.student.num_tokens * self.student.width
-        theirs = self.teacher.batch_size * self.teacher.num_tokens * self.teacher.width * self.teacher.dtype.itemsize
-        mine = 2 if self.student.precision != "no" else self.student.dtype.itemsize
-        return [max(theirs + mine * values, 4 * values)] * self.student.num_blocks
+        student, teacher = self.student, self.teacher
+        values = student.batch_size * student.num_tokens * student.width
+        theirs = teacher.batch_size * teacher.num_tokens * teacher.width * teacher.dtype.itemsize
+        width = 2 if student.precision != "no" else student.dtype.itemsize
+        is_kept = not student.to_host and (student.policy != "none" or width == 4)
+        before = student.num_blocks * (theirs + (0 if is_kept else width * values))
+        # The last one's are being compared: what is wanted, that in float32, and a square.
+        after = student.num_blocks * 4 * values + theirs + 2 * 4 * values
+        return [max(before, after)]
 
     @property
     def is_on_host(self) -> bool:

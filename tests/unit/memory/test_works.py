@@ -140,12 +140,12 @@ def test_a_loss_in_pixels_keeps_what_the_decoder_makes():
     assert sizes(whole)[("vae", "weights")] > 0 and whole.seconds > plain.seconds
 
 
-def test_matched_features_are_kept_for_each_block():
+def test_what_is_compared_of_each_block_is_kept():
     teacher = USE.changed(name="teacher", dtype=torch.bfloat16)
     found = sizes(Training(student=TRAINED, teacher=teacher, matches_features=True).phase(CARD))
     tokens, width = 2 * 8 * 8, CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"]
-    # In 16 bits what the teacher gave, in 32 what the student did, or then how far it is from there.
-    assert found[("student", "matched features")] == 8 * tokens * width * (2 + 4)
+    # How far the student is from each block, and of the last what the teacher gave in 16 bits and in 32, and a square.
+    assert found[("student", "matched features")] == tokens * width * (8 * 4 + 2 + 4 + 4)
 
 
 def test_pictures_drawn_while_training_need_a_vae_beside_the_optimiser():
