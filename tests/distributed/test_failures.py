@@ -16,6 +16,18 @@ from wandistiller.api import train
 
 WORLD = ["--dataset-path", "world:12:1x32x32", "--width", "32", "--height", "32", "--frames", "1", "--max-aspect", "1"]
 FLAGS = ["--model", "tiny-random", *WORLD, "--batch-size", "2", "--learning-rate", "1e-3", "--log-every", "1", "--workers", "0"]
+TWO_STEPS = {
+    "model": "tiny-random",
+    "dataset_path": "world:12:1x32x32",
+    "width": 32,
+    "height": 32,
+    "frames": (1,),
+    "max_aspect": 1.0,
+    "learning_rate": 1e-3,
+    "workers": 0,
+    "batch_size": 2,
+    "num_steps": 2,
+}
 MISHAP = """
 import os, signal, sys, time
 from wandistiller.cli.main import main
@@ -23,7 +35,8 @@ from wandistiller.train.methods.finetune import FlowMatching
 
 losses = FlowMatching.losses
 def mishap(self, batch):
-    if os.environ["RANK"] == "1" and batch.step == {step} and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    if is_last and batch.step == {step} and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         {mishap}
     return losses(self, batch)
 FlowMatching.losses = mishap
@@ -61,29 +74,25 @@ def test_a_job_whose_rank_was_killed_comes_back_from_the_last_state(run, tmp_pat
 
 
 def test_a_job_that_goes_on_from_another_run_is_killed_before_its_first_state(run, tmp_path):
-    own = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0, "learning_rate": 1e-3, "workers": 0}
-    train(model="tiny-random", dataset_path="world:12:1x32x32", **own, batch_size=4, num_steps=2, output_dir=tmp_path / "other")
+    train(**TWO_STEPS, output_dir=tmp_path / "other")
     flags = ["--num-steps", "4", "--save-every", "0", "--resume", tmp_path / "other" / "states" / "step-00000002"]
-    done = run("os.kill(os.getpid(), signal.SIGKILL)", *flags, launch=["--max-restarts=1"])
+    done = run("os.kill(os.getpid(), signal.SIGKILL)", *flags, ranks=1, launch=["--max-restarts=1"])
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("other/states/step-00000002, step 2\n") == 2, "both times"
 
 
-def test_a_folder_that_holds_a_training_is_not_taken_over_by_starting_again(tmp_path):
-    script = tmp_path / "mishap.py"
-    script.write_text(MISHAP.format(mishap="pass", step=0))
-    flags = [*FLAGS, "--output-dir", tmp_path / "run"]
-    assert torchrun(script, *flags, "--num-steps", "2", ranks=1).returncode == 0
-    done = torchrun(script, *flags, "--num-steps", "4", launch=["--max-restarts=1"])
+def test_a_folder_that_holds_a_training_is_not_taken_over_by_starting_again(run, tmp_path):
+    train(**TWO_STEPS, output_dir=tmp_path / "run")
+    for path in (tmp_path / "run" / "states").rglob("*"):
+        os.utime(path, times=(0, 0))  # long before: a start is known to the second
+    done = run("pass", "--num-steps", "4", ranks=1, launch=["--max-restarts=1"])
     assert done.returncode != 0
     assert "holds a training already, up to step-00000002" in done.stderr.partition("Root Cause")[2], done.stderr
     assert [path.name for path in (tmp_path / "run" / "states").iterdir()] == ["step-00000002"]
 
 
-def test_flags_that_cannot_be_understood_are_the_root_cause(tmp_path):
-    script = tmp_path / "mishap.py"
-    script.write_text(MISHAP.format(mishap="pass", step=0))
-    done = torchrun(script, *FLAGS, "--num-stepz", "2")
+def test_flags_that_cannot_be_understood_are_the_root_cause(run):
+    done = run("pass", "--num-stepz", "2", ranks=1)
     assert done.returncode != 0
     cause = done.stderr.partition("Root Cause")[2]
     assert "--num-stepz" in cause and "exitcode  : 2" in cause, done.stderr
