@@ -335,7 +335,7 @@ def _versions() -> dict[str, str]:
 
 
 def _print_tables(diagnosis: Diagnosis) -> None:
-    console = Console()
+    console = Console(emoji=False)
     machine = Table(title="This machine", show_header=False)
     for name, value in _machine_rows(diagnosis):
         machine.add_row(name, value)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 Advance = Callable[..., None]
 
-console = Console(stderr=True)
+console = Console(stderr=True, emoji=False)
 """For progress and notes; results that programs may read go to standard output."""
 
 

@@ -31,7 +31,7 @@ class Compared(Protocol):
 
 def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
     """Print what the job takes as it was asked for, what fits best, and why the others do not."""
-    console = console or Console()
+    console = console or Console(emoji=False)
     console.print(f"Planning {escape(plan.request.command)} for {describe(plan.hardware)}", highlight=False)
     shown = plan.best or plan.asked
     console.print(_phases(shown.estimate, _title(plan, shown)))

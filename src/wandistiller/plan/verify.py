@@ -77,4 +77,4 @@ def show_comparisons(found: list[Comparison], console: Console | None = None) ->
             f"{phase.total('page-locked')} / {measured.page_locked}",
             f"{seconds_text(phase.seconds)} / {seconds_text(measured.seconds)}",
         )
-    (console or Console()).print(table)
+    (console or Console(emoji=False)).print(table)

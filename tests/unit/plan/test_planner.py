@@ -104,6 +104,12 @@ def test_weights_are_counted_exactly():
     assert found["optimiser"] == pytest.approx(2 * whole, rel=1e-2)
 
 
+def test_the_command_can_be_copied_as_it_is_printed(capsys):
+    data = ["--dataset-path", "world:100:1x64x64", "--width", "64", "--height", "64", "--frames", "1"]
+    assert main(["plan", "train", "--model", "tiny", "--lora-rank", "4", *data, *MACHINE]) == 0
+    assert " --dataset-path world:100:1x64x64 " in capsys.readouterr().out
+
+
 def test_json_tells_the_same(capsys, lora):
     assert main(["plan", *TRAIN, "--lora-rank", "4", "--batch-size", "4", *MACHINE, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
