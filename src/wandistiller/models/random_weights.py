@@ -28,23 +28,27 @@ class RandomWeights:
         count, pool = shape.numel(), self._pools[dtype]
         return (pool if count <= _POOL else pool.repeat(-(-count // _POOL)))[:count].view(shape).clone()
 
+    def num_bytes(self, name: str) -> int:
+        """Return how large a tensor is."""
+        shape, dtype = self._specs[name]
+        return shape.numel() * dtype.itemsize
+
 
 def write_weights(weights: RandomWeights, names: Iterable[str], folder: Path) -> list[Path]:
-    """Write tensors in their order as released models have them: in shards, with an index."""
-    shards: list[dict[str, Tensor]] = [{}]
+    """Write tensors in their order as released models have them: in shards, one at a time in memory, with an index."""
+    shards: list[list[str]] = [[]]
     used = 0
     for name in names:
-        value = weights(name)
-        if used and used + value.nbytes > _SHARD_BYTES:
-            shards.append({})
+        if used and used + weights.num_bytes(name) > _SHARD_BYTES:
+            shards.append([])
             used = 0
-        shards[-1][name] = value
-        used += value.nbytes
+        shards[-1].append(name)
+        used += weights.num_bytes(name)
     index: dict[str, str] = {}
     files = []
     for number, shard in enumerate(shards, 1):
         files.append(folder / f"diffusion_pytorch_model-{number:05}-of-{len(shards):05}.safetensors")
-        save_file(shard, files[-1])
+        save_file({name: weights(name) for name in shard}, files[-1])
         index |= dict.fromkeys(shard, files[-1].name)
     content = {"metadata": {}, "weight_map": index}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(content))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from wandistiller.config.placement import parse_limits
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
+from wandistiller.errors import UsageError
 from wandistiller.flow.guidance import guide
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
@@ -317,6 +319,12 @@ def _on_disk(subject: Subject, weights: RandomWeights, ends: Ends) -> Subject:
     """Write what is frozen of a model to files that are gone with the trial."""
     folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="wandistiller-")))
     frozen = [name for name, parameter in subject.model.named_parameters() if not parameter.requires_grad]
+    needed, free = Bytes(sum(map(weights.num_bytes, frozen))), Bytes(shutil.disk_usage(folder).free)
+    if needed > free:
+        raise UsageError(
+            f"A trial of weights on disk writes {needed} to {folder.parent}, where {free} are free.",
+            fix="Let TMPDIR name a folder on the disk that is to be tried, with room.",
+        )
     ends.files += write_weights(weights, frozen, folder)
     os.sync()
     return replace(subject, locate=open_weights(folder).entries.get)

@@ -1,10 +1,13 @@
 """Trials take real steps of every kind of work; figures of memory need a card (tests/gpu)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wandistiller.config.train_vae import TrainVaeConfig
+from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Placing
@@ -94,3 +97,9 @@ USE = Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 
 )
 def test_steps_are_taken(work):
     assert try_out(work, CPU, num_steps=1).seconds > 0
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(UsageError, match="where 1000 B are free"):
+        try_out(Passes(use=USE, placing=Placing(name="disk")), CPU)
