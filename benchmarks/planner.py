@@ -364,9 +364,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models, for trying this without a card")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hardware = (
-        replace(detect(), disk_rate=disk_rate()) if device.type == "cuda" else Hardware(card=H200, host_memory=Bytes(2**37))
-    )
+    hardware = Hardware(card=H200, host_memory=Bytes(2**37))
+    if device.type == "cuda":
+        hardware = detect()
+        hardware = replace(hardware, disk_rate=disk_rate(), pageable=hardware.pageable_rate)
     torch._dynamo.config.recompile_limit = 64
     works = [
         (kind, name, found)

@@ -267,18 +267,24 @@ def test_single_files_draw_what_their_pipeline_draws(tiny_folder, tmp_path):
 
 @pytest.mark.parametrize("placement", ["auto", "cpu", "offload", "disk", "balanced", "sequential", "custom"])
 def test_every_placement_draws_the_same(tiny_folder, tmp_path, monkeypatch, placement):
-    """Here the device is a CPU, which is asked to stream all the same."""
+    """Here the device is a CPU, which is asked to stream all the same.
+
+    Weights that are mapped from files lie at odd addresses, where the products of some CPUs round otherwise, so what copies its
+    weights is compared with a model whose weights are copied.
+    """
     from wandistiller.sample import sampler
 
     options = {"model": str(tiny_folder), "prompt": ("x",), "steps": 3, "cfg_scale": 2.0, **COMMON}
-    resident = sample(output=tmp_path / "a.safetensors", **options)[0].latents
+    with monkeypatch.context() as context:
+        if placement not in ("auto", "cpu"):
+            context.setattr("wandistiller.memory.placement._mapped", lambda entry, maps: None)
+        resident = sample(output=tmp_path / "a.safetensors", **options)[0].latents
     monkeypatch.setattr(sampler, "placement_name", lambda job: placement)
     if placement == "custom":
         (tmp_path / "map.json").write_text('{"": "cpu", "blocks": {"0": "disk"}}')
         options |= {"device_map": tmp_path / "map.json"}
     placed = sample(output=tmp_path / "b.safetensors", placement=placement, **options)[0].latents
-    # Not to the bit: weights mapped from files lie at odd addresses, where the products of some CPUs round otherwise.
-    torch.testing.assert_close(placed, resident, rtol=1e-6, atol=2e-6)
+    assert torch.equal(resident, placed)
 
 
 def test_two_experts_with_unipc(two_expert_folder, tmp_path):

@@ -11,7 +11,7 @@ parts in them, by wrapping their ``forward``: compile first, then choose a polic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,17 @@ class ActivePolicy:
                 module.__dict__.pop("forward", None)
         if self.is_selective:
             attention.uninstall()
+
+
+def prepare_blocks(
+    blocks: Sequence[nn.Module], device: torch.device, ends: ExitStack, *, compiled: bool, policy: str, to_host: bool
+) -> None:
+    """Make blocks ready for training: compiled, and recomputed in backward until ``ends`` is closed."""
+    if compiled:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    if policy != "none" or to_host:
+        ends.callback(apply_policy(blocks, policy, device, to_host=to_host).detach)
 
 
 def apply_policy(

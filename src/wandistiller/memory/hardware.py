@@ -63,8 +63,8 @@ class Hardware:
     host_memory: Bytes
     bus_rate: float = 25e9
     """Bytes a second from page-locked host memory to a card, and back at the same time."""
-    pageable_rate: float = 6e9
-    """The same from other host memory, as device maps keep weights in."""
+    pageable: float | None = 6e9
+    """The same from other host memory, as device maps keep weights in; None to measure it here, where one is asked about."""
     disk_rate: float = 2e9
     host_rate: float | None = 40e9
     """Bytes a second that an optimiser in host memory reads and writes; None to measure it here, where one is asked about."""
@@ -72,6 +72,13 @@ class Hardware:
     """Operations a second of the CPU."""
     network_rate: float = 10e9
     """Bytes a second between machines, for each card."""
+
+    @property
+    def pageable_rate(self) -> float:
+        """Bytes a second from host memory that is not page-locked."""
+        from wandistiller.memory.rates import pageable_rate
+
+        return pageable_rate(torch.device("cuda")) if self.pageable is None else self.pageable
 
     @property
     def update_rate(self) -> float:
@@ -165,12 +172,16 @@ def detect(*, measures: bool = True) -> Hardware:
     Without ``measures`` nothing is tried, for when there is no memory to try it in: what is not known is as usual.
     """
     from wandistiller.memory.monitor import device_memory
-    from wandistiller.memory.rates import copy_rate, fastest_cpu_dtype, launch_seconds, matmul_rate, pageable_rate
+    from wandistiller.memory.rates import copy_rate, fastest_cpu_dtype, launch_seconds, matmul_rate
 
-    cpu = matmul_rate(torch.device("cpu"), fastest_cpu_dtype()) if measures else 2e11
+    # Beside a card the CPU has roles in what it is fastest in, and alone in float32.
+    has_card = torch.cuda.is_available()
+    cpu = 2e11
+    if measures:
+        cpu = matmul_rate(torch.device("cpu"), fastest_cpu_dtype() if has_card else torch.float32)
     rate = None if measures else 40e9
     host = available_host_memory()
-    if not torch.cuda.is_available():
+    if not has_card:
         return Hardware(card=None, num_cards=0, host_memory=host, host_flops=cpu, host_rate=rate)
     device = torch.device("cuda", torch.cuda.current_device())
     memory = device_memory(device)
@@ -188,7 +199,7 @@ def detect(*, measures: bool = True) -> Hardware:
         free=Bytes(memory.free + memory.reserved),
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
-        pageable_rate=pageable_rate(device) if measures else 6e9,
+        pageable=None if measures else 6e9,
         host_flops=cpu,
         host_rate=rate,
     )

@@ -22,6 +22,7 @@ def copy_rate(device: torch.device, *, page_locked: bool = True, num_bytes: int 
     return num_bytes / _seconds(lambda: target.copy_(source, non_blocking=page_locked), device)
 
 
+@functools.cache
 def pageable_rate(device: torch.device) -> float:
     """Return the same for memory that is neither page-locked nor in the CPU's caches, as weights are when their turn comes."""
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
@@ -40,16 +41,14 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 @functools.cache
 def launch_seconds(device: torch.device) -> float:
     """Return the host's time for a kernel that a Wan asks for: a pass of a tiny one, which the device does meanwhile."""
-    from wandistiller.memory.streaming import bind
+    from wandistiller.memory.placement import Subject, find_placement
     from wandistiller.memory.uses import Use
     from wandistiller.models.random_weights import RandomWeights
     from wandistiller.models.sizes import SIZES
 
     use = Use(name="tiny", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 8, 8), text_tokens=8)
     model = use.build(use.num_blocks)
-    weights = RandomWeights(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        bind(tensor, weights(name).to(device))
+    find_placement("gpu").attach(Subject(model=model, blocks=[], read=RandomWeights(model)), device)
     options = {"device": device, "dtype": use.dtype}
     inputs = (
         torch.randn(1, *use.latent_shape, **options),

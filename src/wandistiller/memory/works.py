@@ -271,8 +271,9 @@ class Training:
         width = 2 if student.precision != "no" else student.dtype.itemsize
         is_kept = not student.to_host and (student.policy != "none" or width == 4)
         before = student.num_blocks * (theirs + (0 if is_kept else width * values))
-        # The last one's are being compared: what is wanted, that in float32, and a square.
-        after = student.num_blocks * 4 * values + theirs + 2 * 4 * values
+        # The last one's are being compared: what is wanted, that on the student's channels in float32, and a square.
+        is_as_wanted = teacher.width == student.width and teacher.dtype == torch.float32
+        after = student.num_blocks * 4 * values + theirs + (1 if is_as_wanted else 2) * 4 * values
         return [max(before, after)]
 
     @property

@@ -129,9 +129,11 @@ def _changes_for_data(job: Any, given: frozenset[str], shapes: Shapes, hardware:
     """Return what a data set needs to be encoded where the VAE has no room for whole frames: tiles."""
     if not isinstance(job, TransformerTrainingConfig) or job.dataset_path is None or "vae_tiling" in given:
         return {}
-    phases = (media_phase(replace(job, vae_tiling=is_tiled), shapes, hardware) for is_tiled in (job.vae_tiling, True))
-    has_room = (fits(phase.reserved, hardware.room) for phase in phases)
-    return {} if next(has_room) or not next(has_room) else {"vae_tiling": True}
+
+    def has_room(job: TransformerTrainingConfig) -> bool:
+        return fits(media_phase(job, shapes, hardware).reserved, hardware.room)
+
+    return {"vae_tiling": True} if not has_room(job) and has_room(replace(job, vae_tiling=True)) else {}
 
 
 def _stands_for(ways: Sequence[Option]) -> Option | None:

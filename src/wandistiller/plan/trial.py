@@ -23,14 +23,13 @@ from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import UsageError
 from wandistiller.flow.guidance import guide
-from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.activations import prepare_blocks
 from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.host import page_locked_bytes
-from wandistiller.memory.placement import Placed, Subject
+from wandistiller.memory.placement import Placed, Placement, Subject, find_placement
 from wandistiller.memory.rates import synchronise
 from wandistiller.memory.raw_reads import forget_files
 from wandistiller.memory.stage import Placing
-from wandistiller.memory.streaming import bind
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Passes, Training
@@ -231,11 +230,7 @@ def _encoding(work: Encoding, device: torch.device, ends: Ends) -> Callable[[int
 def _text(work: TextEncoding, device: torch.device, ends: Ends) -> Callable[[int], None]:
     subject = replace(work, encoder=copy.deepcopy(work.encoder)).subject
     placement = choose_placement(work.placing, resident=work.resident)
-    weights = RandomWeights(subject.model)
-    subject = replace(subject, read=weights)
-    placed = placement.attach(_on_disk(subject, weights, ends) if work.placing == "disk" else subject, device)
-    if placed.stream is not None:
-        ends.callback(placed.stream.close)
+    _attached(placement, subject, work.placing, device, ends)
 
     @torch.no_grad()
     def step(number: int) -> None:
@@ -272,9 +267,7 @@ def _vae_training(work: VaeStep, device: torch.device, ends: Ends) -> Callable[[
 
 def _filled(model: nn.Module, device: torch.device) -> nn.Module:
     """Give a model on the meta device random weights."""
-    weights = RandomWeights(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        bind(tensor, weights(name).to(device))
+    find_placement("gpu").attach(Subject(model=model, blocks=[], read=RandomWeights(model)), device)
     return model
 
 
@@ -293,12 +286,7 @@ def _place(use: Use, placing: Placing, device: torch.device, ends: Ends) -> tupl
     """Build a model with random weights where it belongs, in the order in which a run does it."""
     model = use.build(use.num_blocks)
     blocks = list(model.get_submodule("blocks").children())
-    if use.is_compiled:
-        for block in blocks:
-            block.forward = torch.compile(block.forward)
-    if use.policy != "none" or use.to_host:
-        ends.callback(apply_policy(blocks, use.policy, device, to_host=use.to_host).detach)
-    weights = RandomWeights(model)
+    prepare_blocks(blocks, device, ends, compiled=use.is_compiled, policy=use.policy, to_host=use.to_host)
     trains = use.trains == "everything"
     placement = choose_placement(
         placing.name,
@@ -308,11 +296,17 @@ def _place(use: Use, placing: Placing, device: torch.device, ends: Ends) -> tupl
         device_map=placing.device_map,
         max_memory=parse_limits(placing.max_memory, "--max-memory"),
     )
-    subject = Subject(model=model, blocks=blocks, read=weights)
-    placed = placement.attach(_on_disk(subject, weights, ends) if placing.name == "disk" else subject, device)
+    return _attached(placement, Subject(model=model, blocks=blocks), placing.name, device, ends), model
+
+
+def _attached(placement: Placement, subject: Subject, name: str, device: torch.device, ends: Ends) -> Placed:
+    """Put a model on the meta device where its placement, called so, has it, with random weights."""
+    weights = RandomWeights(subject.model)
+    subject = replace(subject, read=weights)
+    placed = placement.attach(_on_disk(subject, weights, ends) if name == "disk" else subject, device)
     if placed.stream is not None:
         ends.callback(placed.stream.close)
-    return placed, model
+    return placed
 
 
 def _on_disk(subject: Subject, weights: RandomWeights, ends: Ends) -> Subject:

@@ -19,7 +19,7 @@ from wandistiller.data.encoded import EncodedData, encode_data
 from wandistiller.data.teacher_records import RecordSamples
 from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
-from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.activations import prepare_blocks
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
@@ -223,11 +223,8 @@ def _student_role(job: DistillJob, ranks: Ranks, student: Student, ends: ExitSta
     """Return the student ready for training: its blocks compiled, recomputed, in slices or recorded, as was asked for."""
     config, role = job.config, Role("student", student.model, is_trained=True)
     blocks = list(student.model.get_submodule("blocks").children())
-    if config.torch_compile:
-        for block in blocks:
-            block.forward = torch.compile(block.forward)
-    if config.policy != "none" or config.activations_to_host:
-        ends.callback(apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host).detach)
+    to_host = config.activations_to_host
+    prepare_blocks(blocks, job.device, ends, compiled=config.torch_compile, policy=config.policy, to_host=to_host)
     mesh = job.parallel.mesh(ranks, job.device)
     if mesh is not None:
         role.sharding = Sharding(student.model, blocks, mesh, travels_in(job.precision))

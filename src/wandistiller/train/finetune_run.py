@@ -22,7 +22,7 @@ from wandistiller.distributed.pieces import gather_to_host, local
 from wandistiller.distributed.ranks import Ranks, joined, read_ranks
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.flow.sigma import SigmaDistribution
-from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.activations import prepare_blocks
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.forecast import hardware_of
 from wandistiller.memory.hardware import Hardware
@@ -199,11 +199,8 @@ def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, data: EncodedData) -
             seed=config.seed,
         )
     blocks = list(subject.blocks)
-    if config.torch_compile:
-        for block in blocks:
-            block.forward = torch.compile(block.forward)
-    if config.policy != "none" or config.activations_to_host:
-        ends.callback(apply_policy(blocks, config.policy, job.device, to_host=config.activations_to_host).detach)
+    to_host = config.activations_to_host
+    prepare_blocks(blocks, job.device, ends, compiled=config.torch_compile, policy=config.policy, to_host=to_host)
     mesh = job.parallel.mesh(ranks, job.device)
     if mesh is not None:
         sharding = Sharding(model, blocks, mesh, travels_in(job.precision))
