@@ -14,8 +14,8 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -42,31 +42,43 @@ def share(key: str, specs: Mapping[str, Spec], read: Callable[[str], Tensor]) ->
         offsets[name], total = total, align(total + shape.numel() * dtype.itemsize)
     total = -(-max(total, 1) // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages, which can be locked
     path = _path(key)
-    with path.with_suffix(".lock").open("a+b") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait here while the first one fills
+    with _locked(path.with_suffix(".lock")):  # the others wait here while the first one fills
         if not path.exists():
             remove_abandoned()
             partial = path.with_suffix(".partial")
             with partial.open("wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # somebody fills it
                 _reserve(file, total)
-                _fill(_map(partial, total), specs, offsets, read)
-                partial.rename(path)
+            _fill(_map(partial, total), specs, offsets, read)
+            partial.rename(path)
         _hold(path)
         flat = _map(path, total)
     return {name: _piece(flat, offsets[name], spec) for name, spec in specs.items()}
 
 
 def remove_abandoned() -> None:
-    """Remove what jobs left that were killed: files that nobody holds."""
+    """Remove what jobs left that were killed: files that nobody holds and nobody is about to."""
     for path in [found for suffix in ("weights", "partial") for found in _folder().glob(f"{_prefix()}*.{suffix}")]:
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            try:
+        _remove_unless_held(path.with_suffix(".weights"), wait=False)
+
+
+def _remove_unless_held(path: Path, *, wait: bool) -> None:
+    with suppress(BlockingIOError), _locked(path.with_suffix(".lock"), wait=wait):
+        if path.exists():
+            with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            for suffix in (".weights", ".lock", ".partial"):
-                path.with_suffix(suffix).unlink(missing_ok=True)
+        for suffix in (".weights", ".partial", ".lock"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of that name; without ``wait``, :class:`BlockingIOError` where somebody has it."""
+    while True:
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink:  # else it was removed while we waited, and the name is another file's
+                yield
+                return
 
 
 def _reserve(file: IO[bytes], size: int) -> None:
@@ -112,10 +124,12 @@ def _hold(path: Path) -> None:
 
 
 def _release() -> None:
+    paths = [Path(file.name) for file in _held]
     for file in _held:
         file.close()
     _held.clear()
-    remove_abandoned()
+    for path in paths:
+        _remove_unless_held(path, wait=True)  # another rank may be looking at this very moment; the last one removes it
 
 
 def _map(path: Path, size: int) -> Tensor:

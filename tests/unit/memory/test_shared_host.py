@@ -3,8 +3,10 @@
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,13 @@ from wandistiller.memory import shared_host
 RANK = """
 import re, sys, torch
 from pathlib import Path
+from wandistiller.memory import shared_host
 from wandistiller.memory.subjects import stored_subject
 from wandistiller.memory.placements import find_placement
 from wandistiller.memory.placement import Streamed
 from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
 
+shared_host._folder = lambda: Path(sys.argv[3])
 reads = []
 stored = inspect_checkpoint(Path(sys.argv[1]), TRANSFORMER)
 is_packed = sys.argv[2] == "8 bits"
@@ -45,16 +49,17 @@ sys.stdin.readline()
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs Linux's account of shared memory")
 @pytest.mark.parametrize("placement", ["cpu", "offload", "8 bits"])
-def test_two_ranks_share_one_copy(tiny_folder, tmp_path, placement):
+def test_two_ranks_share_one_copy(request, tiny_folder, tmp_path, placement):
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "half")
-    before = set(shared_host._folder().glob("wandistiller-*"))
+    folder = Path(tempfile.mkdtemp(dir=shared_host._folder()))  # of its own: other tests share memory at the same time
+    request.addfinalizer(lambda: shutil.rmtree(folder))
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": tmp_path.name}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path / "half"), placement],
+            [sys.executable, "-c", RANK, str(tmp_path / "half"), placement, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -81,7 +86,36 @@ def test_two_ranks_share_one_copy(tiny_folder, tmp_path, placement):
     together = sum(int(share[0]) for share in ask("share"))
     assert 0.9 * converted < together < 1.15 * converted + 2 * 4096
     assert all(rank.wait(timeout=60) == 0 for rank in ranks)
-    assert set(shared_host._folder().glob("wandistiller-*")) <= before
+    assert not list(folder.iterdir())
+
+
+JOBS = """
+import os, random, sys, time
+from pathlib import Path
+import torch
+from wandistiller.memory import shared_host
+
+shared_host._folder = lambda: Path(sys.argv[1])
+ranks = []
+for rank in range(5):
+    ranks.append(os.fork())
+    if ranks[-1]:
+        continue
+    os.environ["TORCHELASTIC_RUN_ID"] = f"job {rank % 2}"
+    for _ in range(200):
+        time.sleep(random.random() / 500)
+        weights = shared_host.share("w", {"w": (torch.Size([5000]), torch.int32)}, lambda _: torch.full((5000,), rank % 2))["w"]
+        assert (weights == rank % 2).all()
+        time.sleep(random.random() / 500)
+        shared_host._release()
+    os._exit(0)
+sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
+"""
+
+
+def test_ranks_of_two_jobs_come_and_go_at_any_moment(tmp_path):
+    subprocess.run([sys.executable, "-c", JOBS, str(tmp_path)], check=True, timeout=300)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_job_left_is_removed(tmp_path, monkeypatch):
