@@ -65,7 +65,7 @@ def test_a_silent_rank_is_named_with_what_it_did(job):
 
 def test_a_lost_store_is_noticed_though_its_reader_hangs(job):
     found = job(2, 3.0)
-    found.watches[0]._store = type("Hanging", (), {"set": lambda *a: time.sleep(60)})()
+    found.watches[0]._store = type("Hanging", (), {"set": lambda *a: threading.Event().wait()})()
     assert found.ended.wait(10)
     assert "no contact with the job" in str(found.errors[0])
 
