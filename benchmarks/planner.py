@@ -1,6 +1,7 @@
 """Predicted against measured: memory and time of every job, several sizes, lengths, placements and policies, in one run.
 
 python benchmarks/planner.py --output benchmarks/results [--only sample train distill vae] [--match offload] [--small]
+python benchmarks/planner.py --untried 30 --seed 7      configurations drawn at random, instead of the chosen ones
 python benchmarks/planner.py --predict FILE      beforehand, for an H200, on any machine
 python benchmarks/planner.py --against FILE      on the card, which then does not wait for predictions
 
@@ -21,10 +22,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from untried import untried
 
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.memory.allocator_model import expandable_segments
@@ -315,7 +318,8 @@ class Results:
 
 def compare(works: list[Named], arguments: argparse.Namespace, device: torch.device, hardware: Hardware) -> Results:
     """Measure one after the other what was predicted, all of it before: the host has other things to do while it predicts."""
-    name_of_kinds = "-" + "-".join(arguments.only) if len(arguments.only) < len(KINDS) else ""
+    chosen = "-" + "-".join(arguments.only) if len(arguments.only) < len(KINDS) else ""
+    name_of_kinds = f"-untried-{arguments.seed}" if arguments.untried else chosen
     results = Results(arguments.output / f"planner{name_of_kinds}.json", device, hardware)
     started = time.perf_counter()
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
@@ -353,6 +357,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--untried", type=int, default=0, help="so many drawn at random, instead of those that were chosen")
+    parser.add_argument("--seed", type=int, default=1, help="what they are drawn with")
     parser.add_argument("--match", default="", help="take only what has this expression in its name")
     parser.add_argument("--skip", default="\0", help="leave out what has this in its name")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no other one is begun")
@@ -369,10 +375,11 @@ def main() -> None:
         hardware = detect()
         hardware = replace(hardware, disk_rate=disk_rate(), pageable=hardware.pageable_rate)
     torch._dynamo.config.recompile_limit = 64
+    kinds = KINDS | {"untried": partial(untried, arguments.seed, arguments.untried)}
     works = [
         (kind, name, found)
-        for kind in arguments.only
-        for name, work in KINDS[kind]()
+        for kind in (["untried"] if arguments.untried else arguments.only)
+        for name, work in kinds[kind]()
         if re.search(arguments.match, name) and arguments.skip not in name
         if (found := small(name, work) if arguments.small else work) is not None
     ]

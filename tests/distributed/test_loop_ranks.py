@@ -1,42 +1,36 @@
 """Several ranks against one: the same samples, the same losses, the same weights to rounding."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 import torch
+from helpers.ranks import run_ranks
 from helpers.torchrun import torchrun
 from helpers.toy_training import Collect, ToyReader, make_loop, weights_of
 
-# A thread of the process group that lives on can abort the process when the interpreter ends.
-JOB = """
-import json, sys, torch
-from pathlib import Path
-from helpers.toy_training import Collect, ToyReader, make_loop, weights_of
 from wandistiller.distributed.ranks import joined
+from wandistiller.train.callbacks import Callback
 
-folder, steps, batch, accumulation, resume = Path(sys.argv[1]), *map(int, sys.argv[2:6])
-with joined(torch.device("cpu")) as ranks:
+
+def be_rank(folder, steps, batch, accumulation, resume):
     collect = Collect()
-    loop = make_loop(folder / "states", steps=steps, batch_size=batch, accumulation=accumulation, ranks=ranks,
-                     reader=ToyReader(12), callbacks=[collect], resume=bool(resume), num_steps=12)
-    loop.run()
-    seen = ranks.gather(loop.method.seen)
-    if ranks.is_first:
-        torch.save(weights_of(loop), folder / "weights.pt")
-        (folder / "log.json").write_text(json.dumps({"losses": [v["loss"] for v in collect.values], "seen": seen}))
-threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-assert not [name for name in threads if "gloo" in name], threads
-"""
+    with joined(torch.device("cpu")) as ranks:
+        options = {"steps": steps, "batch_size": batch, "accumulation": accumulation, "resume": resume, "num_steps": 12}
+        loop = make_loop(folder / "states", **options, ranks=ranks, reader=ToyReader(12), callbacks=[collect])
+        loop.run()
+        seen = ranks.gather(loop.method.seen)
+        if ranks.is_first:
+            torch.save(weights_of(loop), folder / "weights.pt")
+            (folder / "log.json").write_text(json.dumps({"losses": [v["loss"] for v in collect.values], "seen": seen}))
 
 
 @pytest.fixture
 def job(tmp_path):
-    (tmp_path / "job.py").write_text(JOB)
-
     def run(ranks, steps, batch, accumulation=1, resume=False):
-        done = torchrun(tmp_path / "job.py", tmp_path, steps, batch, accumulation, int(resume), ranks=ranks)
-        assert done.returncode == 0, done.stderr
+        run_ranks(ranks, be_rank, tmp_path, steps, batch, accumulation, resume, folder=tmp_path)
         return json.loads((tmp_path / "log.json").read_text()), torch.load(tmp_path / "weights.pt")
 
     return run
@@ -78,31 +72,47 @@ def test_another_number_of_ranks_goes_on_where_the_data_was(job):
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
 
 
-ONE_SIGNAL = """
-import json, os, signal, sys, torch
-from pathlib import Path
-from helpers.toy_training import make_loop
-from wandistiller.distributed.ranks import joined
-from wandistiller.train.callbacks import Callback
-
 class Interrupt(Callback):
+    def __init__(self, step):
+        self.step = step
+
     def stepped(self, loop):
-        if loop.ranks.rank == 1 and loop.step == int(sys.argv[2]):
+        if loop.ranks.rank == 1 and loop.step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-with joined(torch.device("cpu")) as ranks:
-    stopped = make_loop(Path(sys.argv[1]) / "states", steps=6, ranks=ranks, callbacks=[Interrupt()]).run()
-    found = ranks.gather((stopped.step, stopped.signal))
-    if ranks.is_first:
-        (Path(sys.argv[1]) / "ends.json").write_text(json.dumps(found))
-"""
+
+def be_interrupted(folder, step):
+    with joined(torch.device("cpu")) as ranks:
+        stopped = make_loop(folder / "states", steps=6, ranks=ranks, callbacks=[Interrupt(step)]).run()
+        found = ranks.gather((stopped.step, stopped.signal))
+        if ranks.is_first:
+            (folder / "ends.json").write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize("step", [2, 6], ids=["in the middle", "in the last step"])
 def test_a_signal_to_one_rank_ends_all_of_them_alike(tmp_path, step):
     """Else one would write the result of a run that it takes for finished, and wait there for the others."""
-    (tmp_path / "job.py").write_text(ONE_SIGNAL)
-    done = torchrun(tmp_path / "job.py", tmp_path, step)
-    assert done.returncode == 0, done.stderr
+    run_ranks(2, be_interrupted, tmp_path, step, folder=tmp_path)
     assert json.loads((tmp_path / "ends.json").read_text()) == [[step, 15], [step, 15]]
     assert (tmp_path / "states" / f"step-{step:08d}" / "state.json").exists()
+
+
+# A thread of the process group that lives on can abort the process when the interpreter ends. What imports what, and when,
+# decides about that: so this is a process that begins with nothing.
+GROUP = """
+import torch
+from pathlib import Path
+from helpers.toy_training import make_loop
+from wandistiller.distributed.ranks import joined
+
+with joined(torch.device("cpu")) as ranks:
+    make_loop(steps=2, ranks=ranks).run()
+threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+assert not [name for name in threads if "gloo" in name], threads
+"""
+
+
+def test_no_thread_of_the_group_is_left(tmp_path):
+    (tmp_path / "job.py").write_text(GROUP)
+    done = torchrun(tmp_path / "job.py")
+    assert done.returncode == 0, done.stderr

@@ -1,19 +1,14 @@
-"""``train-vae`` with a critic under torchrun on the CPU: two ranks are one with the same global batch."""
+"""``train-vae`` with a critic on the CPU: two ranks are one with the same global batch."""
 
 import json
 
 import pytest
 import torch
-from helpers.torchrun import torchrun
+from helpers.ranks import run_ranks
 
 from wandistiller.api import train_vae
 from wandistiller.checkpoint.training_state import TrainingStates, load_state
 
-JOB = """
-import sys
-from wandistiller.cli.main import main
-sys.exit(main(["train-vae", *sys.argv[1:]]))
-"""
 OPTIONS = {
     "model": "tiny-random",
     "width": 32,
@@ -40,12 +35,8 @@ def read(folder):
     return lines, {name: value for name, value in tensors.items() if name.startswith("roles/")}
 
 
-def as_flags(options):
-    for name, value in options.items():
-        if value is True:
-            yield f"--{name}"
-        else:
-            yield from (f"--{name}", *(value if isinstance(value, tuple) else (value,)))
+def be_rank(options):
+    train_vae(**options)
 
 
 PICTURES = {"dataset_path": "world:16:1x32x32", "frames": (1,)}
@@ -63,9 +54,7 @@ BOTH = {"dataset_path": "world:16:1+5x32x32", "frames": (5,)}
     ids=["accumulation", "two sizes", "pictures and clips"],
 )
 def test_two_ranks_are_one_with_the_same_global_batch(data, two, one, tmp_path):
-    (tmp_path / "job.py").write_text(JOB)
-    done = torchrun(tmp_path / "job.py", *as_flags({**OPTIONS, **data, **two, "output_dir": tmp_path / "two"}))
-    assert done.returncode == 0, done.stderr
+    run_ranks(2, be_rank, {**OPTIONS, **data, **two, "output_dir": tmp_path / "two"}, folder=tmp_path)
     train_vae(**OPTIONS, **data, **one, output_dir=tmp_path / "one")
     (lines, tensors), (expected_lines, expected) = read(tmp_path / "two"), read(tmp_path / "one")
     happened = [("critic/r1" in line, "adversarial" in line) for line in lines]

@@ -1,4 +1,4 @@
-"""The benchmarks of distillation still run: each at its smallest, on the CPU, without keeping a result."""
+"""Benchmarks of whole commands still run: each at its smallest, on the CPU, without keeping a result."""
 
 import runpy
 import sys
@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     [
         ("distill_teacher", ["--runs", "1"], "offloaded / resident"),
         ("distill_record", ["--teacher", "tiny-random"], "a pass, one clip"),
+        ("commands", ["--match", "^sample, 1.3b, clip$"], "GiB"),
         ("demo_baselines", ["--only", "taught on pure noise"], "taught on pure noise"),
     ],
 )

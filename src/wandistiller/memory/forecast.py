@@ -84,7 +84,8 @@ class Forecast:
     def outcome(self, monitor: Monitor, seconds: float | None) -> str:
         """Say what was measured."""
         time = "" if seconds is None else f", {seconds:.2g} s a step"
-        return f"Measured: {self.measured(monitor)} on {self.device}{time}; predicted were {self.total}"
+        said = f" and {self.phase.seconds:.2g} s" if time and self.device.type == "cuda" else ""
+        return f"Measured: {self.measured(monitor)} on {self.device}{time}; predicted were {self.total}{said}"
 
     def measured(self, monitor: Monitor) -> Bytes:
         """Return the most that the process held of the device in this phase."""

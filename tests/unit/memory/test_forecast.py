@@ -32,7 +32,7 @@ def test_both_are_told_and_kept(tmp_path):
     assert told.line() == "Predicted: at most 4.0 GiB on cuda:0 (weights 1.0 GiB), 1.5 s a step"
     on_host = Forecast(PHASE, torch.device("cpu"), Bytes(2**30))
     assert on_host.line() == "Predicted: about 4.0 GiB on cpu (weights 1.0 GiB)"
-    assert told.outcome(monitor_of(5), 2.0) == "Measured: 5.0 GiB on cuda:0, 2 s a step; predicted were 4.0 GiB"
+    assert told.outcome(monitor_of(5), 2.0) == "Measured: 5.0 GiB on cuda:0, 2 s a step; predicted were 4.0 GiB and 1.5 s"
     told.save(tmp_path, monitor_of(5), 2.0)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["predicted"]["bytes"] == 4 * 2**30 and found["predicted"]["in_use"] == 3 * 2**30

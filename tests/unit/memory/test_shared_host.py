@@ -1,6 +1,7 @@
 """Ranks of one machine share one copy of what has to be converted; its memory is gone when they are."""
 
 import errno
+import multiprocessing
 import os
 import re
 import shutil
@@ -11,81 +12,67 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
+from helpers.ranks import start_ranks
 
 from wandistiller.errors import UsageError
 from wandistiller.memory import shared_host
-
-RANK = """
-import re, sys, torch
-from pathlib import Path
-from wandistiller.memory import shared_host
-from wandistiller.memory.subjects import stored_subject
-from wandistiller.memory.placements import find_placement
 from wandistiller.memory.placement import Streamed
+from wandistiller.memory.placements import find_placement
+from wandistiller.memory.subjects import stored_subject
 from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
 
-shared_host._folder = lambda: Path(sys.argv[3])
-reads = []
-stored = inspect_checkpoint(Path(sys.argv[1]), TRANSFORMER)
-is_packed = sys.argv[2] == "8 bits"
-dtype = torch.bfloat16 if is_packed else torch.float32
-subject = stored_subject(stored, dtype, on_read=lambda: reads.append(1))
-subject.model.requires_grad_(False)
-placement = Streamed(quantise=True) if is_packed else find_placement(sys.argv[2])
-placed = placement.attach(subject, torch.device("cpu"))
-total = sum(value.double().sum() for value in subject.model.state_dict().values())
-print("ready", len(reads), float(total), placed.stream.store.relative_error if is_packed else 0, flush=True)
-sys.stdin.readline()
-share, inside = 0, False
-for line in Path("/proc/self/smaps").read_text().splitlines():
-    if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-        inside = "wandistiller-" in line
-    elif inside and line.startswith("Pss:"):
-        share += int(line.split()[1]) * 1024
-print("share", share, flush=True)
-sys.stdin.readline()
-"""
+
+def share_one_copy(folder, model, placement, ends):
+    """Say what was read and what it is, then how much of the memory that ranks share is this one's."""
+    shared_host._folder = lambda: folder
+    end, reads = ends[int(os.environ["RANK"])], []
+    is_packed = placement == "8 bits"
+    dtype = torch.bfloat16 if is_packed else torch.float32
+    subject = stored_subject(inspect_checkpoint(model, TRANSFORMER), dtype, on_read=lambda: reads.append(1))
+    subject.model.requires_grad_(False)
+    placed = (Streamed(quantise=True) if is_packed else find_placement(placement)).attach(subject, torch.device("cpu"))
+    total = sum(value.double().sum() for value in subject.model.state_dict().values())
+    end.send((bool(reads), float(total), placed.stream.store.relative_error if is_packed else 0))
+    end.recv()
+    share, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = "wandistiller-" in line
+        elif inside and line.startswith("Pss:"):
+            share += int(line.split()[1]) * 1024
+    end.send(share)
+    end.recv()
+    shared_host._release()  # as at the end of a process that is not a test's
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs Linux's account of shared memory")
 @pytest.mark.parametrize("placement", ["cpu", "offload", "8 bits"])
 def test_two_ranks_share_one_copy(request, tiny_folder, tmp_path, placement):
-    from diffusers import WanTransformer3DModel
-
     model = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "half")
     folder = Path(tempfile.mkdtemp(dir=shared_host._folder()))  # of its own: other tests share memory at the same time
     request.addfinalizer(lambda: shutil.rmtree(folder))
-    environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": tmp_path.name}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path / "half"), placement, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
+    here, there = zip(*(multiprocessing.Pipe() for _ in range(2)), strict=True)
+    ranks = start_ranks(2, share_one_copy, folder, tmp_path / "half", placement, there, folder=tmp_path)
 
-    def ask(word):
-        lines = [rank.stdout.readline().split() for rank in ranks]
-        assert all(line[0] == word for line in lines), lines
-        for rank in ranks:
-            rank.stdin.write("\n")
-            rank.stdin.flush()
-        return [line[1:] for line in lines]
+    def ask():
+        found = [end.recv() for end in here if end.poll(60)]
+        for end in here:
+            end.send("go on")
+        return found
 
-    ready = ask("ready")
+    (is_read, *values), (is_read_too, *values_too) = ask()
     if placement == "cpu":
-        assert sorted(int(reads) > 0 for reads, *_ in ready) == [False, True], "one rank reads, the other maps"
-    assert ready[0][1:] == ready[1][1:], "the same values; with 8 bits, the same error"
+        assert {is_read, is_read_too} == {False, True}, "one rank reads, the other maps"
+    assert values == values_too, "the same values; with 8 bits, the same error"
     shared = model if placement == "cpu" else model.blocks  # what is in no block is on the device
     width = 1 + 2 / 128 if placement == "8 bits" else 4
     converted = sum(p.numel() * width for p in shared.parameters() if p.dtype == torch.bfloat16)
-    together = sum(int(share[0]) for share in ask("share"))
-    assert 0.9 * converted < together < 1.15 * converted + 2 * 4096
-    assert all(rank.wait(timeout=60) == 0 for rank in ranks)
+    assert 0.9 * converted < sum(ask()) < 1.15 * converted + 2 * 4096
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
     assert not list(folder.iterdir())
 
 
