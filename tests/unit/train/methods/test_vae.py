@@ -11,7 +11,7 @@ from wandistiller.models.critic import PatchCritic
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, lay_channels_last
 from wandistiller.train.method import Role
-from wandistiller.train.methods.vae import VaeTraining, VaeWeights
+from wandistiller.train.methods.vae import VaeTraining, VaeWeights, reduced_shapes
 from wandistiller.train.vae_losses import kl_divergence, reconstruction
 
 
@@ -186,6 +186,30 @@ def test_smaller_sizes_share_the_step(vae):
     both = method.vae_losses(batch()).total
     each = [method._losses_at(batch(), pixels).total for pixels in method._at_sizes(batch().tensors["pixels"])]
     assert both.item() == pytest.approx(sum(loss.item() for loss in each) / 2, rel=1e-5)
+
+
+def test_smaller_sizes_are_smaller_and_of_the_same_picture(vae):
+    role = Role("vae", VaePass(vae), is_trained=True)
+    method = VaeTraining(role, VaeWeights(), reduced_min_sizes=(16,))
+    # Every other column is white: an average of them is grey, and a picture of every other one black or white.
+    stripes = torch.tensor([-1.0, 1.0]).repeat(16).expand(1, 3, 5, 32, 32)
+    small = method._at_sizes(stripes)[1]
+    assert small.shape == (1, 3, 5, 16, 16)
+    assert small[..., 1:-1].abs().max() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "expected"),
+    [
+        ((32, 64), (24, 16), [(24, 48), (16, 32)]),
+        ((32, 32), (24, 25, 23), [(24, 24)]),
+        ((32, 32), (30, 32, 64), []),
+        ((96, 40), (32,), [(80, 32)]),
+    ],
+)
+def test_each_smaller_size_is_taken_once(size, sizes, expected):
+    """Sizes are rounded to multiples of what the VAE shrinks by, where two may meet, or the whole picture."""
+    assert reduced_shapes(*size, sizes, 8) == expected
 
 
 def test_repeats_are_turns_of_one_step(vae):
