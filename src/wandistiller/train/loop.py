@@ -8,6 +8,7 @@ that gave it.
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,9 @@ from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
 from wandistiller.train.random_states import random_states, set_random_states
 from wandistiller.train.saves import Saves
 from wandistiller.train.step_clock import StepClock
+
+# DDP's, of a dimension of one, which has no stride that matters.
+warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,6 +116,18 @@ def test_the_critic_is_as_loud_as_the_gradients_of_the_step_before_say(vae):
     assert whole.vae_losses(batch(step=1)).metrics["adversarial_weight"].item() == pytest.approx(scales[0])
 
 
+def test_the_critics_loudness_counts_every_sample_the_same(vae):
+    """Also in a last batch that is not full: slopes of 1 for two samples and of 4 for a third are 2 on average."""
+    method, weight = make(vae), vae.decoder.conv_out.weight
+    for slope, num_samples in ((1.0, 2), (4.0, 1)):
+        method._scale(slope * weight.sum(), -weight.sum(), num_samples, 64)
+    method.finish_step(Ranks())
+    assert method.roles["vae"].model.adversarial_scale.item() == pytest.approx(2.0, rel=1e-4)
+    method._scale(3.0 * weight.sum(), -weight.sum(), 1, 64)
+    method.finish_step(Ranks())
+    assert method.roles["vae"].model.adversarial_scale.item() == pytest.approx(3.0, rel=1e-4), "a step forgets those before"
+
+
 def test_the_critics_loudness_survives_float16(vae):
     """A mean over many pixels has gradients that float16 has no numbers for; the same pixels, many times, scale alike."""
     method, few, many = make(vae), torch.rand(1, 16, 16), 2**24
