@@ -116,6 +116,18 @@ def test_the_critic_is_as_loud_as_the_gradients_of_the_step_before_say(vae):
     assert whole.vae_losses(batch(step=1)).metrics["adversarial_weight"].item() == pytest.approx(scales[0])
 
 
+def test_the_critic_is_as_loud_as_all_that_asks_for_closeness(vae):
+    """A perceptual loss that is the reconstruction's own, with a weight of 3, makes four of it."""
+    scales = []
+    for weight in (0.0, 3.0):
+        method = make(vae, perceptual=weight, kl_beta=1.0)
+        method._perceptual = lambda found, wanted: (found - wanted).abs().mean((1, 2, 3, 4))
+        method.vae_losses(batch())
+        method.finish_step(Ranks())
+        scales.append(method.roles["vae"].model.adversarial_scale.item())
+    assert scales[1] == pytest.approx(4 * scales[0], rel=1e-4)
+
+
 def test_the_critics_loudness_counts_every_sample_the_same(vae):
     """Also in a last batch that is not full: slopes of 1 for two samples and of 4 for a third are 2 on average."""
     method, weight = make(vae), vae.decoder.conv_out.weight
