@@ -106,17 +106,22 @@ def test_the_average_is_what_is_measured_and_exported(tmp_path, monkeypatch):
 def test_the_flags_reach_the_training(tmp_path, monkeypatch):
     """With as many turns and as large steps as were asked for; the critic's schedule is that of steps, not of turns."""
     made, methods, optimisation, training = {}, [], vae_run.Optimisation, vae_run.VaeTraining
+    mirrored, samples = [], vae_run.PixelSamples
 
     def note(parameters, options, precision, *rest, **more):
-        made[next(iter(parameters)).partition(".")[0]] = options.rate, precision
+        made[next(iter(parameters)).partition(".")[0]] = options.rate, options.betas, options.clip_norm, precision
         return optimisation(parameters, options, precision, *rest, **more)
 
     monkeypatch.setattr(vae_run, "Optimisation", note)
+    monkeypatch.setattr(vae_run, "PixelSamples", lambda *some, mirror: mirrored.append(mirror) or samples(*some, mirror=mirror))
     monkeypatch.setattr(vae_run, "VaeTraining", lambda *some, **more: methods.append(training(*some, **more)) or methods[0])
     flags = {"gan_training": True, "critic_width": 4, "critic_learning_rate": 5e-4, "training_steps": 2, "use_fp16": True}
-    more = {"reduced_min_sizes": (24,), "gradient_accumulation": 2, "kl_warmup_steps": 4, "r1_interval": 2}
-    assert train_vae(**QUICK, **flags, **more, output_dir=tmp_path, num_steps=3).step == 3
-    assert made == {"vae": (1e-3, "fp16"), "layers": (5e-4, "fp16")}
+    more = {"reduced_min_sizes": (24,), "gradient_accumulation": 2, "kl_warmup_steps": 4, "r1_interval": 2, "clip_norm": 0.7}
+    data = {"mirror": True, "held_out": "world-heldout:1:1x32x32"}
+    assert train_vae(**QUICK, **flags, **more, **data, output_dir=tmp_path, num_steps=3).step == 3
+    shared = ((0.5, 0.9), 0.7, "fp16")
+    assert made == {"vae": (1e-3, *shared), "layers": (5e-4, *shared)}
+    assert mirrored == [True, False], "what is measured is not turned round"
     assert [turn.role for turn in methods[0].turns] == ["vae", "critic"] * 2
     assert [tuple(each.shape[-2:]) for each in methods[0]._at_sizes(torch.zeros(1, 3, 1, 32, 32))] == [(32, 32), (24, 24)]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

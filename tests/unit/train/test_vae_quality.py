@@ -60,6 +60,15 @@ def test_samples_are_taken_from_all_over(monkeypatch, tmp_path):
     assert len(frames) == 8 and set(frames) == {1, 5} and frames == sorted(frames)
 
 
+def test_what_is_measured_is_what_a_decoders_user_gets(monkeypatch):
+    """Through the mean, not a draw, and clamped."""
+    monkeypatch.setattr(vae_quality, "encode_distribution", lambda vae, pixels: (pixels, torch.zeros_like(pixels)))
+    monkeypatch.setattr(vae_quality, "decode_unclamped", lambda vae, latents: 3 * latents)
+    pixels = torch.linspace(-1, 1, 48).view(1, 3, 1, 4, 4)
+    loop = SimpleNamespace(options=SimpleNamespace(precision="no"), device=torch.device("cpu"))
+    assert torch.equal(vae_quality.reconstruct(SimpleNamespace(vae=None), pixels, loop), (3 * pixels).clamp(-1, 1))
+
+
 def test_what_is_shown_is_large_enough_and_has_the_middle_of_a_clip():
     clip = torch.linspace(-1, 1, 5).view(1, 5, 1, 1).expand(3, 5, 32, 64)
     picture = torch.zeros(3, 1, 200, 100)

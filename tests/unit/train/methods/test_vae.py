@@ -12,7 +12,7 @@ from wandistiller.models.latents import latent_shape
 from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, lay_channels_last
 from wandistiller.train.method import Role
 from wandistiller.train.methods.vae import VaeTraining, VaeWeights, reduced_shapes
-from wandistiller.train.vae_losses import kl_divergence, reconstruction
+from wandistiller.train.vae_losses import kl_divergence, r1_penalty, reconstruction
 
 
 @pytest.fixture
@@ -44,6 +44,7 @@ def test_the_passes_are_diffusers_own_but_for_the_clamp(vae, frames):
         assert torch.equal(logvar, expected.logvar)
         assert mean.shape[1:] == latent_shape(vae.config, tuple(pixels.shape))
         found = decode_unclamped(vae, mean)
+        assert all(entry is None for entry in vae._feat_map), "nothing is kept beyond the call"
         assert torch.equal(found.clamp(-1, 1), vae.decode(mean).sample)
 
 
@@ -193,6 +194,15 @@ def test_the_critics_total_is_its_hinge_and_the_penalty_of_real_ones_by_interval
     assert losses.total.item() == pytest.approx(float(hinge + penalty), rel=1e-4)
     assert losses.metrics["critic/real"].item() == pytest.approx(words.mean().item(), rel=1e-4)
     assert losses.metrics["critic/fake"].item() == pytest.approx(critic(found).mean().item(), rel=1e-4)
+
+
+def test_the_penalty_is_never_taken_in_16_bits(vae):
+    method = make(vae, r1_interval=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        method.vae_losses(batch())
+        found = method.critic_losses(batch()).metrics["critic/r1"]
+    expected = r1_penalty(method.roles["critic"].model, batch().tensors["pixels"], gamma=5.0, interval=4)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_the_weights_are_those_of_the_flags():
