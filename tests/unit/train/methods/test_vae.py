@@ -217,9 +217,26 @@ def test_smaller_sizes_share_the_step(vae):
     method = VaeTraining(role, VaeWeights(), reduced_min_sizes=(16, 64))
     shapes = [tuple(pixels.shape[-2:]) for pixels in method._at_sizes(batch().tensors["pixels"])]
     assert shapes == [(32, 32), (16, 16)], "larger than the batch is not made"
-    both = method.vae_losses(batch()).total
-    each = [method._losses_at(batch(), pixels).total for pixels in method._at_sizes(batch().tensors["pixels"])]
-    assert both.item() == pytest.approx(sum(loss.item() for loss in each) / 2, rel=1e-5)
+    both = method.vae_losses(batch())
+    each = [method._losses_at(batch(), pixels) for pixels in method._at_sizes(batch().tensors["pixels"])]
+    assert both.total.item() == pytest.approx(sum(losses.total.item() for losses in each) / 2, rel=1e-5)
+    for name, value in both.metrics.items():
+        assert value.item() == pytest.approx(sum(losses.metrics[name].item() for losses in each) / 2, rel=1e-5), name
+
+
+def test_the_critic_looks_at_every_size(vae):
+    method = make(vae, r1_gamma=0.0)
+    method._sizes = (16,)
+    method.vae_losses(batch())
+    pairs, critic = method._fakes[3], method.roles["critic"].model
+    assert [wanted.shape[-1] for wanted, _ in pairs] == [32, 16]
+    with torch.no_grad():
+        words = [(critic(wanted), critic(found)) for wanted, found in pairs]
+    hinges = [((1 - real).relu().mean() + (1 + fake).relu().mean()).item() for real, fake in words]
+    losses = method.critic_losses(batch())
+    assert losses.total.item() == pytest.approx(sum(hinges) / 2, rel=1e-4)
+    for name, place in (("critic/real", 0), ("critic/fake", 1)):
+        assert losses.metrics[name].item() == pytest.approx(sum(each[place].mean().item() for each in words) / 2, rel=1e-4)
 
 
 def test_smaller_sizes_are_smaller_and_of_the_same_picture(vae):
