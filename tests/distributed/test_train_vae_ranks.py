@@ -1,6 +1,7 @@
 """``train-vae`` with a critic on the CPU: two ranks are one with the same global batch."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ def read(folder):
 
 
 def be_rank(options):
-    train_vae(**options)
+    with warnings.catch_warnings(record=True) as caught:
+        train_vae(**options)
+    assert not [warning for warning in caught if "strides" in str(warning.message)], "of what nobody can change"
 
 
 PICTURES = {"dataset_path": "world:16:1x32x32", "frames": (1,)}

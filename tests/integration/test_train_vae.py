@@ -106,17 +106,22 @@ def test_the_average_is_what_is_measured_and_exported(tmp_path, monkeypatch):
 def test_the_flags_reach_the_training(tmp_path, monkeypatch):
     """With as many turns and as large steps as were asked for; the critic's schedule is that of steps, not of turns."""
     made, methods, optimisation, training = {}, [], vae_run.Optimisation, vae_run.VaeTraining
+    mirrored, samples = [], vae_run.PixelSamples
 
     def note(parameters, options, precision, *rest, **more):
-        made[next(iter(parameters)).partition(".")[0]] = options.rate, precision
+        made[next(iter(parameters)).partition(".")[0]] = options.rate, options.betas, options.clip_norm, precision
         return optimisation(parameters, options, precision, *rest, **more)
 
     monkeypatch.setattr(vae_run, "Optimisation", note)
+    monkeypatch.setattr(vae_run, "PixelSamples", lambda *some, mirror: mirrored.append(mirror) or samples(*some, mirror=mirror))
     monkeypatch.setattr(vae_run, "VaeTraining", lambda *some, **more: methods.append(training(*some, **more)) or methods[0])
     flags = {"gan_training": True, "critic_width": 4, "critic_learning_rate": 5e-4, "training_steps": 2, "use_fp16": True}
-    more = {"reduced_min_sizes": (24,), "gradient_accumulation": 2, "kl_warmup_steps": 4, "r1_interval": 2}
-    assert train_vae(**QUICK, **flags, **more, output_dir=tmp_path, num_steps=3).step == 3
-    assert made == {"vae": (1e-3, "fp16"), "layers": (5e-4, "fp16")}
+    more = {"reduced_min_sizes": (24,), "gradient_accumulation": 2, "kl_warmup_steps": 4, "r1_interval": 2, "clip_norm": 0.7}
+    data = {"mirror": True, "held_out": "world-heldout:1:1x32x32"}
+    assert train_vae(**QUICK, **flags, **more, **data, output_dir=tmp_path, num_steps=3).step == 3
+    shared = ((0.5, 0.9), 0.7, "fp16")
+    assert made == {"vae": (1e-3, *shared), "layers": (5e-4, *shared)}
+    assert mirrored == [True, False], "what is measured is not turned round"
     assert [turn.role for turn in methods[0].turns] == ["vae", "critic"] * 2
     assert [tuple(each.shape[-2:]) for each in methods[0]._at_sizes(torch.zeros(1, 3, 1, 32, 32))] == [(32, 32), (24, 24)]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -173,8 +178,20 @@ def test_a_vae_that_is_not_finite_is_not_blamed_on_the_critic(tmp_path, monkeypa
         return decode_unclamped(vae, latents) * float("nan")
 
     monkeypatch.setattr(vae_passes, "decode_unclamped", broken)
-    with pytest.raises(TrainingError, match="'reconstruction' of role 'vae' is nan at step 1"):
+    with pytest.raises(TrainingError, match="'reconstruction' of role 'vae' is nan at step 1") as caught:
         train_vae(**QUICK, gan_training=True, critic_width=4, output_dir=tmp_path, num_steps=1)
+    assert caught.value.why == "the learning rate is too high, or a sample is broken."
+    assert caught.value.fix.startswith("Resume from the last state with --learning-rate below 0.001; look")
+
+
+def test_a_critic_that_comes_too_late_is_said(tmp_path, capfd):
+    options = {"gan_training": True, "critic_width": 4, "num_steps": 1}
+    train_vae(**QUICK, **options, gan_start=1, output_dir=tmp_path / "late")
+    assert "will not listen to the critic: --gan-start 1 comes after the last step" in capfd.readouterr().err
+    train_vae(**{**QUICK, "dataset_path": "world:5:1+5x32x32", "frames": (5,)}, **options, output_dir=tmp_path / "soon")
+    said = capfd.readouterr().err
+    assert "will not listen" not in said
+    assert "for 1 steps of 2 samples, 0.3 epochs of 3 pictures and 2 clips, the largest 5x32x32" in said
 
 
 def test_checkpointing_does_not_change_what_is_learnt(tmp_path):
@@ -205,6 +222,8 @@ def test_channels_last_is_the_same_training(tmp_path):
         ({"gan_training": True, "reduced_min_sizes": (16,)}, "--gan-training needs pictures of at least 24x24 .* are 16x16"),
         ({"reduced_min_sizes": (24, 4)}, "--reduced-min-sizes 4 is no smaller size"),
         ({"reduced_min_sizes": (32,)}, "--reduced-min-sizes 32 is no smaller size"),
+        ({"reduced_min_sizes": (30,)}, r"--reduced-min-sizes 30 is no smaller size(.|\n)*sizes from 8 to 24"),
+        ({"max_aspect": 0.5}, "--max-aspect 0.5 is out of range"),
         ({"lpips_checkpointing": True}, "without --use-lpips"),
         ({"r1_interval": 0}, "--r1-interval 0 is out of range"),
         ({"gan_training": True, "r1_gamma": 0, "r1_interval": 4}, "--r1-interval changes nothing without --r1-gamma"),

@@ -43,7 +43,8 @@ class TrainVaeConfig(TrainingConfig):
     """Height in pixels, with --width."""
 
     frames: tuple[int, ...] = ()
-    """Frames of clips, each one more than a multiple of 4; pictures always have 1."""
+    """Frames of clips, each one more than a multiple of 4; pictures always have 1. Default: what models with such a VAE are
+    usually sampled at, for Wan 81 or 121; a few are enough."""
 
     max_aspect: float = 2.0
     """Most elongated of the sizes that media are sorted into; 1 crops everything to exactly --width x --height."""
@@ -52,7 +53,8 @@ class TrainVaeConfig(TrainingConfig):
     """Mirror half of the media, left to right."""
 
     reduced_min_sizes: tuple[int, ...] = ()
-    """Train each batch also at these smaller sizes, given by the shorter side; they share its step."""
+    """Train each batch also at these smaller sizes, given by the shorter side and rounded to what the VAE can take; they share
+    its step."""
 
     training_steps: int = 1
     """Updates with each batch; they count as one step."""
@@ -62,6 +64,9 @@ class TrainVaeConfig(TrainingConfig):
 
     batch_size: int = 4
     """Samples computed together on each device."""
+
+    learning_rate: float = 1e-4
+    """Step size after the warm-up: 5e-5 is usual for a trained VAE, 1e-3 for a small one from scratch."""
 
     critic_learning_rate: float | None = None
     """Step size of the critic. Default: the VAE's."""
@@ -82,7 +87,7 @@ class TrainVaeConfig(TrainingConfig):
     """KL of each latent channel, in nats a number, that costs nothing."""
 
     use_lpips: bool = False
-    """Add the LPIPS distance; needs its weights in the cache, see docs/train-vae.md."""
+    """Add the LPIPS distance; its weights are fetched and converted once, see wandistiller lpips --help."""
 
     lambda_lpips: float = 1.0
     """Weight of the LPIPS distance beside the reconstruction."""
@@ -142,6 +147,7 @@ class TrainVaeConfig(TrainingConfig):
                 fix="Leave one of them away.",
             )
         check_least(
+            ("--max-aspect", self.max_aspect, 1),
             ("--training-steps", self.training_steps, 1),
             ("--critic-learning-rate", self.critic_learning_rate, 0),
             ("--kl-beta", self.kl_beta, 0),

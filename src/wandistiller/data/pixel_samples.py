@@ -33,3 +33,8 @@ class PixelSamples(SourceSamples):
         if self._mirror and torch.rand((), generator=generator) < 0.5:
             pixels = pixels.flip(-1)
         return {"pixels": pixels, "seed": seed}
+
+
+def from_all_over(total: int, count: int) -> list[int]:
+    """Return the numbers of ``count`` samples, always the same; not the first ones, because data are often sorted."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(0))[:count].tolist()

@@ -8,6 +8,7 @@ that gave it.
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,11 +29,14 @@ from wandistiller.errors import TrainingError, shortened
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.data_place import DataPlaces
-from wandistiller.train.method import Losses, Method, Turn
+from wandistiller.train.method import Losses, Method, Role, Turn
 from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
 from wandistiller.train.random_states import random_states, set_random_states
 from wandistiller.train.saves import Saves
 from wandistiller.train.step_clock import StepClock
+
+# DDP's, of a dimension of one, which has no stride that matters.
+warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,21 @@ class _Number:
     names: tuple[str, ...]
     """The samples that it came from."""
     value: Tensor
+
+
+def _refuse_other_weights(role: Role, values: Mapping[str, Tensor]) -> None:
+    """Raise ``TrainingError`` where what was saved of a role has other names or shapes than the role has now."""
+    names = role.saved_names
+    model = role.model.state_dict() if names else {}
+    wanted = {name: model[name].shape for name in names}
+    found = {name: value.shape for name, value in values.items()}
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if wrong:
+        what = f"{shortened(wrong)} of role '{role.name}' do not match" if found else f"it has no role '{role.name}'"
+        raise TrainingError(
+            f"The state is of another training: {what}.",
+            fix="Resume with the model and the flags that it was started with, or begin a new run from its result.",
+        )
 
 
 class Loop:
@@ -216,15 +235,12 @@ class Loop:
             self.position = found.position
             self._say(found.note)
         for name, role in self.method.roles.items():
-            names, values = set(role.saved_names), state.part(f"roles/{name}")
-            if names != values.keys():
-                missing = names ^ values.keys()
-                raise TrainingError(
-                    f"The state is of another training: {shortened(sorted(missing))} of role '{name}' do not match.",
-                    fix="Resume with the model and the flags that it was started with.",
-                )
+            values = state.part(f"roles/{name}")
+            _refuse_other_weights(role, values)
             # Through the model, which knows where its weights are.
             role.model.load_state_dict(values, strict=False)
+        for name in sorted({key.split("/")[1] for key in state.tensors if key.startswith("roles/")} - self.method.roles.keys()):
+            self._say(f"The state has a role '{name}', which this run goes on without")
         for name, optimisation in self.optimisations.items():
             optimisation.load_state(state.part(f"optimisers/{name}"), state.facts["optimisers"][name])
         for callback in self._callbacks:

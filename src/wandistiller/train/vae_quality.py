@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wandistiller.data.judge import Marks, judge
 from wandistiller.data.media import to_bytes, write_picture
-from wandistiller.data.pixel_samples import PixelSamples
+from wandistiller.data.pixel_samples import PixelSamples, from_all_over
 from wandistiller.data.sources import WorldSource
 from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution
 from wandistiller.terminal import say
@@ -34,7 +34,7 @@ _NAMES = ("psnr", "psnr_pictures", "psnr_clips", "ssim", "lpips", "marks", "mark
 
 
 class MeasureReconstructions(EverySoOften):
-    """Measures held-out reconstructions every so often and at the end; ranks share the samples.
+    """Measures held-out reconstructions every so often and at the end, of ``limit`` samples at most; ranks share them.
 
     Of a held-out world its judge also says what of each caption is there, in the reconstruction and in the original.
     """
@@ -58,7 +58,7 @@ class MeasureReconstructions(EverySoOften):
         self._folder = folder
         self._average = average
         self._perceptual = perceptual
-        self._count = min(limit, len(samples))
+        self._chosen = from_all_over(len(samples), limit)
         self._is_world = isinstance(samples.source, WorldSource)
         self.quality: dict[str, float] = {}
 
@@ -67,12 +67,13 @@ class MeasureReconstructions(EverySoOften):
         sums = torch.zeros(2, len(_NAMES), dtype=torch.float64)
         shown: list[tuple[Tensor, Tensor]] = []
         with in_use(self._average), self._role.whole():
-            for index in range(loop.ranks.rank, self._count, loop.ranks.world_size):
+            mine = self._chosen[loop.ranks.rank :: loop.ranks.world_size]
+            for index in sorted(mine):
                 wanted = self._samples.pixels(index)[None].to(loop.device)
                 found = reconstruct(cast(VaePass, self._role.model), wanted, loop)
                 for name, (value, weight) in self._measure(index, found, wanted).items():
                     sums[:, _NAMES.index(name)] += torch.tensor([value, weight], dtype=torch.float64)
-                if len(shown) < NUM_SHOWN:
+                if index in mine[:NUM_SHOWN]:
                     shown.append((wanted[0].cpu(), found[0].cpu()))
         totals, weights = loop.ranks.mean(sums).tolist()
         means = zip(_NAMES, totals, weights, strict=True)

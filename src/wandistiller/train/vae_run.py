@@ -15,7 +15,7 @@ from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.buckets import Bucket, largest_bucket
 from wandistiller.data.damaged import find_damaged
 from wandistiller.data.encode import default_cache_dir, plan_buckets
-from wandistiller.data.pixel_samples import PixelSamples
+from wandistiller.data.pixel_samples import PixelSamples, from_all_over
 from wandistiller.data.sources import assign_buckets, open_source, refuse
 from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
@@ -106,19 +106,16 @@ def _prepare(config: TrainVaeConfig) -> _Job:
 
 def _check_sizes(config: TrainVaeConfig, buckets: Collection[Bucket], multiple: int) -> None:
     """Raise ``UsageError`` for sizes that nothing is trained at, or that a loss cannot look at."""
-    largest = max(min(bucket.height, bucket.width) for bucket in buckets)
+    sizes = {(bucket.height, bucket.width) for bucket in buckets}
     for size in config.reduced_min_sizes:
-        if not multiple <= size < largest:
+        if size < multiple or not any(reduced_shapes(*each, [size], multiple) for each in sizes):
+            largest = max(min(each) for each in sizes)
             raise UsageError(
                 f"--reduced-min-sizes {size} is no smaller size to train at.",
-                why=f"the VAE shrinks pictures {multiple} times, and the shorter sides of the data are {largest} at most.",
-                fix=f"Give sizes from {multiple} to {largest - 1}, or larger --width and --height.",
+                why=f"the VAE takes multiples of {multiple}, and the shorter sides of the data are {largest} at most.",
+                fix=f"Give sizes from {multiple} to {largest - multiple}, or larger --width and --height.",
             )
-    shapes = [
-        shape
-        for height, width in {(bucket.height, bucket.width) for bucket in buckets}
-        for shape in [(height, width), *reduced_shapes(height, width, config.reduced_min_sizes, multiple)]
-    ]
+    shapes = [shape for each in sizes for shape in [each, *reduced_shapes(*each, config.reduced_min_sizes, multiple)]]
     height, width = min(shapes, key=min)
     for flag, is_used, least in (
         ("--gan-training", config.gan_training, smallest_side()),
@@ -192,16 +189,13 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
             average=average,
             perceptual=perceptual,
         )
-    count = sum(parameter.numel() for parameter in vae.trained_parameters.values())
     stopped = run.train(
         method,
         {name: _optimisation(run, role) for name, role in method.roles.items()},
         job.samples,
         average=average,
         callbacks=[measure] if measure is not None else [],
-        about=[
-            f"Training a VAE of {count / 1e6:.2f} M parameters for {run.num_steps} steps of {run.plan.num_samples(0)} samples"
-        ],
+        about=_describe(job, run, vae),
         foresee=None if config.cuda_graphs or job.parallel.is_sharded else _foresee(job),
     )
     output = None
@@ -211,6 +205,19 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
             _write_result(job, ranks, vae, output)
         ranks.wait_long()
     return TrainedVae(stopped.step, output, measure.quality if measure else {}, exit_code(stopped, ranks))
+
+
+def _describe(job: _Job, run: Run, vae: Role) -> list[str]:
+    config, buckets = job.config, job.samples.buckets
+    count = sum(parameter.numel() for parameter in vae.trained_parameters.values())
+    pictures, largest = sum(bucket.frames == 1 for bucket in buckets), largest_bucket(buckets)
+    about = [
+        f"Training a VAE of {count / 1e6:.2f} M parameters for {run.num_steps} steps of {run.plan.num_samples(0)} samples, "
+        f"{run.num_epochs:.1f} epochs of {pictures} pictures and {len(buckets) - pictures} clips, the largest {largest}"
+    ]
+    if config.gan_training and config.gan_start >= run.num_steps:
+        about.append(f"The VAE will not listen to the critic: --gan-start {config.gan_start} comes after the last step")
+    return about
 
 
 def _foresee(job: _Job) -> Callable[[Hardware], Phase]:
@@ -236,7 +243,7 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
     if config.torch_compile:
         model.encoder.forward = torch.compile(model.encoder.forward)
         model.decoder.forward = torch.compile(model.decoder.forward)
-    vae = Role("vae", VaePass(model), is_trained=True, uses_all=False)
+    vae = Role("vae", VaePass(model), is_trained=True, uses_all=False, advice=_vae_advice(job))
     if not config.gan_training:
         return vae, None
     with torch.random.fork_rng(devices=[]):
@@ -245,18 +252,36 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
     return vae, Role("critic", critic.to(job.device).train(), is_trained=True, advice=_critic_advice(job))
 
 
+def _vae_advice(job: _Job) -> Advice:
+    return Advice(
+        why=_causes(job, "the learning rate is too high"),
+        fix=_go_on_with(job, [f"--learning-rate below {job.config.learning_rate:g}"]),
+    )
+
+
 def _critic_advice(job: _Job) -> Advice:
     config = job.config
     rate = config.learning_rate if config.critic_learning_rate is None else config.critic_learning_rate
     changes = [f"--critic-learning-rate below {rate:g}", f"--r1-gamma above {config.r1_gamma:g}"]
     if config.r1_interval > 1:
         changes.append(f"--r1-interval below {config.r1_interval}")
-    if job.precision != "no":
-        changes.append(f"--mixed-precision {'bf16' if job.precision == 'fp16' else 'no'}")
     return Advice(
-        why="the critic learns too fast, its gradient penalty is too weak, 16 bits ran over, or a sample is broken.",
-        fix=f"Resume from the last state with {', '.join(changes[:-1])} or {changes[-1]}; look at these samples.",
+        why=_causes(job, "the critic learns too fast", "its gradient penalty is too weak"),
+        fix=_go_on_with(job, changes),
     )
+
+
+def _causes(job: _Job, *causes: str) -> str:
+    """Return why a number may not be finite."""
+    return ", ".join([*causes, *(["16 bits ran over"] if job.precision != "no" else []), "or a sample is broken."])
+
+
+def _go_on_with(job: _Job, changes: Sequence[str]) -> str:
+    """Return what to do where a number is not finite."""
+    wider = {"fp16": ["--mixed-precision bf16"], "bf16": ["--mixed-precision no"], "no": []}
+    changes = [*changes, *wider[job.precision]]
+    most = ", ".join(changes[:-1])
+    return f"Resume from the last state with {most and f'{most} or '}{changes[-1]}; look at these samples."
 
 
 def _optimisation(run: Run, role: Role) -> Optimisation:
@@ -294,8 +319,7 @@ def measure_latents(
 ) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation of each latent channel over samples, drawn from their distributions."""
     sums, squares, total = (torch.zeros(vae.config["z_dim"], dtype=torch.float64) for _ in range(3))
-    # Not the first ones: data are often sorted.
-    chosen = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    chosen = from_all_over(len(samples), count)
     with progress("Measuring latents", len(chosen), "sample") as advance:
         for index in chosen:
             pixels = samples.pixels(index)[None].to(device)

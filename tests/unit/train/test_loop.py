@@ -351,6 +351,32 @@ def test_a_state_of_another_training_is_refused(tmp_path):
         other.load(load_state(other._saves.states.newest()))
 
 
+def test_weights_of_another_shape_are_refused(tmp_path):
+    make_loop(tmp_path, steps=2).run()
+    method = ToyMethod()
+    method.student.model[3] = torch.nn.Linear(8, 2)
+    with pytest.raises(TrainingError, match=r"another training: 3\.bias, 3\.weight of role 'student' do not match"):
+        make_loop(tmp_path, steps=4, method=method, resume=True)
+
+
+class WithCritic(ToyMethod):
+    def __init__(self):
+        super().__init__()
+        self.roles["critic"] = Role("critic", torch.nn.Linear(1, 1), is_trained=True)
+
+
+def test_a_role_that_the_state_does_not_have_is_named(tmp_path):
+    make_loop(tmp_path, steps=2).run()
+    with pytest.raises(TrainingError, match="another training: it has no role 'critic'"):
+        make_loop(tmp_path, steps=4, method=WithCritic(), resume=True)
+
+
+def test_a_role_that_is_left_away_is_said(tmp_path, capfd):
+    make_loop(tmp_path, steps=2, method=WithCritic()).run()
+    make_loop(tmp_path, steps=4, resume=True)
+    assert "The state has a role 'critic', which this run goes on without" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("steps", [4, 9], ids=["first epoch", "second epoch"])
 @pytest.mark.parametrize(("batch_size", "again"), [(1, 0), (4, 0), (3, 2)])
 def test_another_batch_size_goes_on_at_the_same_sample(tmp_path, capfd, steps, batch_size, again):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,32 @@ def test_the_judge_reads_reconstructions_and_originals(monkeypatch, tmp_path):
     assert written["held_out/marks"] == written["held_out/marks_original"] == 1.0
     written, _ = measure(monkeypatch, tmp_path, torch.zeros_like)
     assert written["held_out/marks"] < 0.5 < written["held_out/marks_original"]
+
+
+def test_samples_are_taken_from_all_over(monkeypatch, tmp_path):
+    """Data are often sorted: here all clips come after the pictures."""
+    shown = []
+    monkeypatch.setattr(vae_quality, "side_by_side", lambda pairs: shown.extend(pairs) or np.zeros((1, 8, 8, 3), np.uint8))
+    monkeypatch.setattr(vae_quality, "reconstruct", lambda vae_pass, pixels, loop: pixels * 0.9)
+    buckets = [Bucket(1, 32, 32)] * 40 + [Bucket(5, 32, 32)] * 40
+    samples = PixelSamples(open_source("world-heldout:80:5x32x32").source, buckets)
+    role = Role("vae", torch.nn.Identity(), is_trained=True)
+    metrics = SimpleNamespace(write=lambda loop, values: None)
+    callback = vae_quality.MeasureReconstructions(role, samples, metrics, tmp_path, every=0, limit=30)
+    callback.act(SimpleNamespace(ranks=Ranks(), device=torch.device("cpu"), step=3))
+    assert "held_out/psnr_pictures" in callback.quality and "held_out/psnr_clips" in callback.quality
+    assert len(callback._chosen) == len(set(callback._chosen)) == 30
+    frames = [wanted.shape[1] for wanted, _ in shown]
+    assert len(frames) == 8 and set(frames) == {1, 5} and frames == sorted(frames)
+
+
+def test_what_is_measured_is_what_a_decoders_user_gets(monkeypatch):
+    """Through the mean, not a draw, and clamped."""
+    monkeypatch.setattr(vae_quality, "encode_distribution", lambda vae, pixels: (pixels, torch.zeros_like(pixels)))
+    monkeypatch.setattr(vae_quality, "decode_unclamped", lambda vae, latents: 3 * latents)
+    pixels = torch.linspace(-1, 1, 48).view(1, 3, 1, 4, 4)
+    loop = SimpleNamespace(options=SimpleNamespace(precision="no"), device=torch.device("cpu"))
+    assert torch.equal(vae_quality.reconstruct(SimpleNamespace(vae=None), pixels, loop), (3 * pixels).clamp(-1, 1))
 
 
 def test_what_is_shown_is_large_enough_and_has_the_middle_of_a_clip():

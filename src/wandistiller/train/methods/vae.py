@@ -44,8 +44,6 @@ class VaeWeights:
     adversarial: float = 0.0
     adversarial_start: int = 0
     """Step from which the critic is listened to; it learns from the start."""
-    adaptive: bool = True
-    """Scale the critic's word by the gradients at the last layer, so that it is as loud as the reconstruction."""
     r1_gamma: float = 5.0
     r1_interval: int = 16
 
@@ -176,8 +174,6 @@ class VaeTraining:
     def _scale(self, closeness: Tensor, word: Tensor, num_samples: int, num_pixels: int) -> Tensor:
         """Return the critic's scale for this step, and take note of the gradients at the last layer for the next."""
         vae_pass = cast(VaePass, self._vae.model)
-        if not self._weights.adaptive:
-            return torch.ones_like(word).detach()
         # For float16, in which the gradients of a mean over a clip's pixels vanish, and those of a sum run over.
         size = math.sqrt(num_pixels)
         found = [
@@ -202,10 +198,13 @@ class VaeTraining:
 
 
 def reduced_shapes(height: int, width: int, sizes: Sequence[int], multiple: int) -> list[tuple[int, int]]:
-    """Return the shapes of the given shorter sides that pictures are also trained at; only smaller ones are made."""
-    factors = [size / min(height, width) for size in sizes if size < min(height, width)]
+    """Return the shapes of the given shorter sides that pictures are also trained at, rounded to what the VAE can take.
 
-    def scaled(side: int, factor: float) -> int:
-        return max(round(side * factor / multiple), 1) * multiple
+    Only smaller ones are made, and each once.
+    """
 
-    return [(scaled(height, factor), scaled(width, factor)) for factor in factors]
+    def scaled(side: int, size: int) -> int:
+        return max(round(side * size / min(height, width) / multiple), 1) * multiple
+
+    shapes = dict.fromkeys((scaled(height, size), scaled(width, size)) for size in sizes)
+    return [shape for shape in shapes if min(shape) < min(height, width)]

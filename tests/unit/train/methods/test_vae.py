@@ -11,8 +11,8 @@ from wandistiller.models.critic import PatchCritic
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.vae_passes import VaePass, decode_unclamped, encode_distribution, lay_channels_last
 from wandistiller.train.method import Role
-from wandistiller.train.methods.vae import VaeTraining, VaeWeights
-from wandistiller.train.vae_losses import kl_divergence, reconstruction
+from wandistiller.train.methods.vae import VaeTraining, VaeWeights, reduced_shapes
+from wandistiller.train.vae_losses import kl_divergence, r1_penalty, reconstruction
 
 
 @pytest.fixture
@@ -44,6 +44,7 @@ def test_the_passes_are_diffusers_own_but_for_the_clamp(vae, frames):
         assert torch.equal(logvar, expected.logvar)
         assert mean.shape[1:] == latent_shape(vae.config, tuple(pixels.shape))
         found = decode_unclamped(vae, mean)
+        assert all(entry is None for entry in vae._feat_map), "nothing is kept beyond the call"
         assert torch.equal(found.clamp(-1, 1), vae.decode(mean).sample)
 
 
@@ -116,6 +117,30 @@ def test_the_critic_is_as_loud_as_the_gradients_of_the_step_before_say(vae):
     assert whole.vae_losses(batch(step=1)).metrics["adversarial_weight"].item() == pytest.approx(scales[0])
 
 
+def test_the_critic_is_as_loud_as_all_that_asks_for_closeness(vae):
+    """A perceptual loss that is the reconstruction's own, with a weight of 3, makes four of it."""
+    scales = []
+    for weight in (0.0, 3.0):
+        method = make(vae, perceptual=weight, kl_beta=1.0)
+        method._perceptual = lambda found, wanted: (found - wanted).abs().mean((1, 2, 3, 4))
+        method.vae_losses(batch())
+        method.finish_step(Ranks())
+        scales.append(method.roles["vae"].model.adversarial_scale.item())
+    assert scales[1] == pytest.approx(4 * scales[0], rel=1e-4)
+
+
+def test_the_critics_loudness_counts_every_sample_the_same(vae):
+    """Also in a last batch that is not full: slopes of 1 for two samples and of 4 for a third are 2 on average."""
+    method, weight = make(vae), vae.decoder.conv_out.weight
+    for slope, num_samples in ((1.0, 2), (4.0, 1)):
+        method._scale(slope * weight.sum(), -weight.sum(), num_samples, 64)
+    method.finish_step(Ranks())
+    assert method.roles["vae"].model.adversarial_scale.item() == pytest.approx(2.0, rel=1e-4)
+    method._scale(3.0 * weight.sum(), -weight.sum(), 1, 64)
+    method.finish_step(Ranks())
+    assert method.roles["vae"].model.adversarial_scale.item() == pytest.approx(3.0, rel=1e-4), "a step forgets those before"
+
+
 def test_the_critics_loudness_survives_float16(vae):
     """A mean over many pixels has gradients that float16 has no numbers for; the same pixels, many times, scale alike."""
     method, few, many = make(vae), torch.rand(1, 16, 16), 2**24
@@ -171,6 +196,15 @@ def test_the_critics_total_is_its_hinge_and_the_penalty_of_real_ones_by_interval
     assert losses.metrics["critic/fake"].item() == pytest.approx(critic(found).mean().item(), rel=1e-4)
 
 
+def test_the_penalty_is_never_taken_in_16_bits(vae):
+    method = make(vae, r1_interval=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        method.vae_losses(batch())
+        found = method.critic_losses(batch()).metrics["critic/r1"]
+    expected = r1_penalty(method.roles["critic"].model, batch().tensors["pixels"], gamma=5.0, interval=4)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_the_weights_are_those_of_the_flags():
     flags = {"kl_beta": 1.0, "kl_warmup_steps": 2, "kl_free_bits": 3.0, "r1_gamma": 4.0, "r1_interval": 5}
     config = TrainVaeConfig(high_frequency_weight=6.0, lambda_lpips=7.0, lambda_adv=8.0, gan_start=9, **flags)
@@ -183,9 +217,50 @@ def test_smaller_sizes_share_the_step(vae):
     method = VaeTraining(role, VaeWeights(), reduced_min_sizes=(16, 64))
     shapes = [tuple(pixels.shape[-2:]) for pixels in method._at_sizes(batch().tensors["pixels"])]
     assert shapes == [(32, 32), (16, 16)], "larger than the batch is not made"
-    both = method.vae_losses(batch()).total
-    each = [method._losses_at(batch(), pixels).total for pixels in method._at_sizes(batch().tensors["pixels"])]
-    assert both.item() == pytest.approx(sum(loss.item() for loss in each) / 2, rel=1e-5)
+    both = method.vae_losses(batch())
+    each = [method._losses_at(batch(), pixels) for pixels in method._at_sizes(batch().tensors["pixels"])]
+    assert both.total.item() == pytest.approx(sum(losses.total.item() for losses in each) / 2, rel=1e-5)
+    for name, value in both.metrics.items():
+        assert value.item() == pytest.approx(sum(losses.metrics[name].item() for losses in each) / 2, rel=1e-5), name
+
+
+def test_the_critic_looks_at_every_size(vae):
+    method = make(vae, r1_gamma=0.0)
+    method._sizes = (16,)
+    method.vae_losses(batch())
+    pairs, critic = method._fakes[3], method.roles["critic"].model
+    assert [wanted.shape[-1] for wanted, _ in pairs] == [32, 16]
+    with torch.no_grad():
+        words = [(critic(wanted), critic(found)) for wanted, found in pairs]
+    hinges = [((1 - real).relu().mean() + (1 + fake).relu().mean()).item() for real, fake in words]
+    losses = method.critic_losses(batch())
+    assert losses.total.item() == pytest.approx(sum(hinges) / 2, rel=1e-4)
+    for name, place in (("critic/real", 0), ("critic/fake", 1)):
+        assert losses.metrics[name].item() == pytest.approx(sum(each[place].mean().item() for each in words) / 2, rel=1e-4)
+
+
+def test_smaller_sizes_are_smaller_and_of_the_same_picture(vae):
+    role = Role("vae", VaePass(vae), is_trained=True)
+    method = VaeTraining(role, VaeWeights(), reduced_min_sizes=(16,))
+    # Every other column is white: an average of them is grey, and a picture of every other one black or white.
+    stripes = torch.tensor([-1.0, 1.0]).repeat(16).expand(1, 3, 5, 32, 32)
+    small = method._at_sizes(stripes)[1]
+    assert small.shape == (1, 3, 5, 16, 16)
+    assert small[..., 1:-1].abs().max() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "expected"),
+    [
+        ((32, 64), (24, 16), [(24, 48), (16, 32)]),
+        ((32, 32), (24, 25, 23), [(24, 24)]),
+        ((32, 32), (30, 32, 64), []),
+        ((96, 40), (32,), [(80, 32)]),
+    ],
+)
+def test_each_smaller_size_is_taken_once(size, sizes, expected):
+    """Sizes are rounded to multiples of what the VAE shrinks by, where two may meet, or the whole picture."""
+    assert reduced_shapes(*size, sizes, 8) == expected
 
 
 def test_repeats_are_turns_of_one_step(vae):
