@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wandistiller.api import sample, train
-from wandistiller.errors import UsageError
+from wandistiller.errors import TrainingError, UsageError
 from wandistiller.train import samples
 from wandistiller.train.methods.finetune import FlowMatching
 
@@ -301,6 +301,48 @@ def test_wrong_input(tmp_path, monkeypatch, changes, message):
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run" / "model").exists()
     assert not (tmp_path / "new").exists(), "nothing has been encoded"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"expert": "high"}, {"expert": "low"}, "--expert high --lora-rank 0, and this one has --expert low"),
+        ({"lora_rank": 4}, {"lora_rank": 8}, "--lora-rank 4 .* this one has --expert high --lora-rank 8"),
+        ({"lora_rank": 4}, {"lora_rank": 4, "lora_alpha": 8}, "--lora-alpha 4 .* this one has .* --lora-alpha 8"),
+        ({"lora_rank": 4}, {"lora_rank": 4, "ckpt_path": "transformer_2"}, "beside weights .* this one has .* beside weights"),
+    ],
+)
+def test_a_state_whose_weights_mean_something_else_is_refused(tmp_path, two_expert_folder, before, after, message):
+    options = {**QUICK, "model": str(two_expert_folder), "expert": "high", "output_dir": tmp_path}
+    train(**{**options, **before}, num_steps=1)
+    if "ckpt_path" in after:
+        after = {**after, "ckpt_path": two_expert_folder / after["ckpt_path"]}
+    with pytest.raises(TrainingError, match=message):
+        train(**{**options, **after}, num_steps=2, resume="auto")
+
+
+def test_a_run_that_is_over_says_so(tmp_path, capfd):
+    train(**QUICK, output_dir=tmp_path, num_steps=2)
+    assert train(**QUICK, output_dir=tmp_path, num_steps=1, resume="auto").step == 2
+    assert "All 1 steps have been taken before" in capfd.readouterr().err
+
+
+def test_an_expert_that_draws_alone_says_so(tmp_path, capfd, two_expert_folder):
+    options = {**QUICK, "model": str(two_expert_folder), "sample_every": 1, "sample_steps": 1}
+    train(**options, output_dir=tmp_path, num_steps=1, expert="low")
+    assert "Pictures are drawn by this expert alone" in capfd.readouterr().err
+
+
+def test_nothing_is_left_of_the_data(tmp_path):
+    """Its header is whole, so that it is found damaged only when it is decoded."""
+    data = tmp_path / "data"
+    data.mkdir()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(data / "a.png")
+    (data / "a.png").write_bytes((data / "a.png").read_bytes()[:2000])
+    (data / "a.txt").write_text("x")
+    with pytest.raises(UsageError, match=r"Nothing in .*data can be used") as caught:
+        train(**{**QUICK, "dataset_path": str(data)}, output_dir=tmp_path / "run", num_steps=1, skip_bad=True)
+    assert "a.png is not a readable picture" in caught.value.why
 
 
 def test_a_folder_with_a_training_is_not_written_over(tmp_path):

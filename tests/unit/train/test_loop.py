@@ -351,6 +351,28 @@ def test_a_state_of_another_training_is_refused(tmp_path):
         other.load(load_state(other._saves.states.newest()))
 
 
+def test_a_state_of_another_size_is_refused(tmp_path):
+    make_loop(tmp_path, steps=2, method=WideMethod(), ema=False).run()
+    method = WideMethod()
+    method.student.model[2] = torch.nn.Linear(1024, 2)
+    with pytest.raises(TrainingError, match=r"another training: 2\.bias, 2\.weight of role 'student' do not match"):
+        make_loop(tmp_path, steps=4, method=method, ema=False, resume=True)
+
+
+def test_weights_that_mean_something_else_are_refused(tmp_path):
+    def method(flags):
+        found = ToyMethod()
+        found.student.flags = flags
+        return found
+
+    make_loop(tmp_path, steps=2, method=method("--scale 1")).run()
+    with pytest.raises(TrainingError, match="made with --scale 1, and this one has --scale 2"):
+        make_loop(tmp_path, steps=4, method=method("--scale 2"), resume=True)
+    state = load_state(tmp_path / "step-00000002")
+    state.facts.pop("roles")  # of an earlier version
+    make_loop(steps=4, method=method("--scale 2")).load(state)
+
+
 @pytest.mark.parametrize("steps", [4, 9], ids=["first epoch", "second epoch"])
 @pytest.mark.parametrize(("batch_size", "again"), [(1, 0), (4, 0), (3, 2)])
 def test_another_batch_size_goes_on_at_the_same_sample(tmp_path, capfd, steps, batch_size, again):

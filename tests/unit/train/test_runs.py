@@ -39,6 +39,10 @@ def test_the_state_to_go_on_from(tmp_path):
     assert find_state(str(tmp_path / "states" / "step-00000001"), empty) == tmp_path / "states" / "step-00000001"
     with pytest.raises(UsageError, match="is newer than"):
         find_state(str(tmp_path / "states" / "step-00000001"), states)
+    other = states_with(tmp_path / "other", 5)
+    with pytest.raises(UsageError, match="other holds another training, step-00000005") as caught:
+        find_state(str(tmp_path / "states" / "step-00000002"), other)
+    assert "two histories" in caught.value.why
     (tmp_path / "half").mkdir()
     with pytest.raises(CheckpointError, match="not a complete training state"):
         find_state(str(tmp_path / "half"), empty)
