@@ -15,6 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wandistiller.api import sample, train
+from wandistiller.data.encode import default_cache_dir
+from wandistiller.data.loader import sample_generator
+from wandistiller.data.sources import WorldSource
 from wandistiller.errors import TrainingError, UsageError
 from wandistiller.train import samples
 from wandistiller.train.methods.finetune import FlowMatching
@@ -263,17 +266,43 @@ def test_the_held_out_loss_changes_with_the_weights_alone(tmp_path):
     assert len(done.losses) == 6
 
 
-def test_weights_to_start_from_and_guidance_of_samples(tmp_path, monkeypatch, two_expert_folder):
+def test_the_held_out_loss_by_its_definition(tmp_path, tiny_folder):
+    """With diffusers' own model: captions as they are, at the sigmas below which 10 to 90 per cent of training is."""
+    data = "world:3:1x32x32"
+    options = {**QUICK, "learning_rate": 0.0, "sigma_sampling": "uniform", "sigma_shift": 3.0, "held_out": data}
+    done = train(**options, output_dir=tmp_path, num_steps=1)
+    model = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer")
+    cache, errors = default_cache_dir(data), []
+    for index in range(3):
+        name = WorldSource(3).name(index)
+        latents = load_file(cache / f"{name}.latent.safetensors")["latent"]
+        text = torch.zeros(1, 512, 32)
+        found = load_file(cache / f"{name}.safetensors")["embeddings"]
+        text[0, : len(found)] = found
+        noise = torch.randn(latents.shape, generator=sample_generator(0, 0, index))
+        for place in (0.1, 0.3, 0.5, 0.7, 0.9):
+            sigma = 3 * place / (1 + 2 * place)
+            with torch.no_grad():
+                velocity = model(((1 - sigma) * latents + sigma * noise)[None], torch.tensor([1000 * sigma]), text)[0][0]
+            errors.append((velocity - (noise - latents)).square().mean().item())
+    assert done.losses["held_out/loss"] == pytest.approx(sum(errors) / 15, rel=1e-5)
+    assert done.losses["held_out/loss_at_0.75"] == pytest.approx(sum(errors[2::5]) / 3, rel=1e-5)
+
+
+def test_weights_to_start_from_and_how_samples_are_drawn(tmp_path, monkeypatch, tiny_folder, two_expert_folder):
     """With a rate of 0 the result is what it began with."""
-    scales, drawing = [], samples.draw
+    asked, drawing = [], samples.draw
     monkeypatch.setattr(
-        samples, "draw", lambda model, what, *rest, **how: scales.append(what.cfg_scale) or drawing(model, what, *rest, **how)
+        samples, "draw", lambda model, what, *rest, **how: asked.append(what) or drawing(model, what, *rest, **how)
     )
     start = two_expert_folder / "transformer"
     options = {**QUICK, "learning_rate": 0.0, "sample_every": 1, "sample_steps": 1, "cfg_scale": 2.5, "sample_prompts": ("a",)}
     train(**options, output_dir=tmp_path, num_steps=1, ckpt_path=start)
-    assert scales == [2.5]
     assert equal(weights(tmp_path), WanTransformer3DModel.from_pretrained(start).state_dict())
+    train(**options, output_dir=tmp_path / "shifted", num_steps=1, sigma_shift=7.0)
+    assert [(each.cfg_scale, each.num_steps) for each in asked] == [(2.5, 1)] * 2
+    own = json.loads((tiny_folder / "scheduler" / "scheduler_config.json").read_text())["flow_shift"]
+    assert [each.shift for each in asked] == [own, 7.0] and own != 1
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ def test_what_is_asked_of_the_optimiser_reaches_it(tmp_path):
         seed=9,
     )
     device = torch.device("cpu")
-    # Of 7 samples in two shapes: batches of 2, 2 and 1, and of 2, in each of 3 epochs.
-    buckets = [Bucket(1, 32, 32)] * 5 + [Bucket(5, 32, 32)] * 2
+    # Of 8 samples in two shapes: batches of 2, 2 and 1, and of 2 and 1, in each of 3 epochs: 15 batches, two a step.
+    buckets = [Bucket(1, 32, 32)] * 5 + [Bucket(5, 32, 32)] * 3
     run = Run.over(buckets, config, device, "no", Ranks(), Monitor([device], lambda failure: []))
-    assert run.num_steps == 6
+    assert run.num_steps == 8
     assert run.optimiser_options(betas=(0.8, 0.9)) == OptimiserOptions(
         rate=0.5,
         weight_decay=0.25,
@@ -86,6 +86,6 @@ def test_what_is_asked_of_the_optimiser_reaches_it(tmp_path):
         clip_norm=0.75,
         schedule="linear",
         warmup_steps=4,
-        num_steps=6,
+        num_steps=8,
         seed=9,
     )
