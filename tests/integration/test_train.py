@@ -71,6 +71,43 @@ def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path, capfd):
     assert ours[0].files[0].exists()
 
 
+def test_a_training_by_hand(tmp_path, tiny_folder):
+    """Three steps with diffusers' own model and PyTorch's AdamW: path, target, shift, clipping, warm-up, course, average."""
+    options = {**QUICK, "batch_size": 1, "learning_rate": 0.01, "weight_decay": 0.1, "clip_norm": 0.7, "warmup_steps": 1}
+    options |= {"lr_schedule": "linear", "sigma_sampling": "logit_normal", "sigma_mean": 0.4, "sigma_std": 0.9, "seed": 5}
+    train(**options, output_dir=tmp_path, num_steps=3, sigma_shift=5.0, caption_dropout=0.5, use_ema=True, ema_decay=0.5)
+    model = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer")
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    average = start
+    optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    cache, order, drops = default_cache_dir(WORLD["dataset_path"]), np.random.default_rng((5, 0)).permutation(12), []
+    for step, rate in enumerate((0.005, 0.01, 0.005)):
+        index = int(order[step])
+        name, generator = WorldSource(12).name(index), sample_generator(5, 0, index)
+        place, drop = torch.rand(2, generator=generator, dtype=torch.float64)
+        latents = load_file(cache / f"{name}.latent.safetensors")["latent"]
+        noise = torch.randn(latents.shape, generator=generator)
+        base = torch.sigmoid(0.4 + 0.9 * torch.special.ndtri(place))
+        sigma = (5 * base / (1 + 4 * base)).float()
+        drops.append(bool(drop < 0.5))
+        caption = load_file(cache / f"{'.empty' if drops[-1] else name}.safetensors")["embeddings"]
+        text = torch.zeros(1, 512, 32)
+        text[0, : len(caption)] = caption
+        velocity = model(((1 - sigma) * latents + sigma * noise)[None], 1000 * sigma[None], text)[0][0]
+        optimiser.zero_grad()
+        (velocity - (noise - latents)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        optimiser.param_groups[0]["lr"] = rate
+        optimiser.step()
+        decay = min(0.5, (2 + step) / (11 + step))
+        average = {key: decay * average[key] + (1 - decay) * value for key, value in model.state_dict().items()}
+    assert len(set(drops)) == 2, "captions and the empty one"
+    found = weights(tmp_path)
+    for key, value in average.items():
+        # On average: AdamW moves single weights by the sign of gradients that are nothing but rounding.
+        assert (found[key] - value).abs().mean() < 0.01 * (value - start[key]).abs().mean(), key
+
+
 @pytest.mark.parametrize(
     "options",
     [
