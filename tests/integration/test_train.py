@@ -15,7 +15,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wandistiller.api import sample, train
-from wandistiller.errors import UsageError
+from wandistiller.data.encode import default_cache_dir
+from wandistiller.data.loader import sample_generator
+from wandistiller.data.sources import WorldSource
+from wandistiller.errors import TrainingError, UsageError
 from wandistiller.train import samples
 from wandistiller.train.methods.finetune import FlowMatching
 
@@ -66,6 +69,43 @@ def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path, capfd):
     assert torch.isfinite(drawn.frames).all()
     ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
     assert ours[0].files[0].exists()
+
+
+def test_a_training_by_hand(tmp_path, tiny_folder):
+    """Three steps with diffusers' own model and PyTorch's AdamW: path, target, shift, clipping, warm-up, course, average."""
+    options = {**QUICK, "batch_size": 1, "learning_rate": 0.01, "weight_decay": 0.1, "clip_norm": 0.7, "warmup_steps": 1}
+    options |= {"lr_schedule": "linear", "sigma_sampling": "logit_normal", "sigma_mean": 0.4, "sigma_std": 0.9, "seed": 5}
+    train(**options, output_dir=tmp_path, num_steps=3, sigma_shift=5.0, caption_dropout=0.5, use_ema=True, ema_decay=0.5)
+    model = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer")
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    average = start
+    optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    cache, order, drops = default_cache_dir(WORLD["dataset_path"]), np.random.default_rng((5, 0)).permutation(12), []
+    for step, rate in enumerate((0.005, 0.01, 0.005)):
+        index = int(order[step])
+        name, generator = WorldSource(12).name(index), sample_generator(5, 0, index)
+        place, drop = torch.rand(2, generator=generator, dtype=torch.float64)
+        latents = load_file(cache / f"{name}.latent.safetensors")["latent"]
+        noise = torch.randn(latents.shape, generator=generator)
+        base = torch.sigmoid(0.4 + 0.9 * torch.special.ndtri(place))
+        sigma = (5 * base / (1 + 4 * base)).float()
+        drops.append(bool(drop < 0.5))
+        caption = load_file(cache / f"{'.empty' if drops[-1] else name}.safetensors")["embeddings"]
+        text = torch.zeros(1, 512, 32)
+        text[0, : len(caption)] = caption
+        velocity = model(((1 - sigma) * latents + sigma * noise)[None], 1000 * sigma[None], text)[0][0]
+        optimiser.zero_grad()
+        (velocity - (noise - latents)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        optimiser.param_groups[0]["lr"] = rate
+        optimiser.step()
+        decay = min(0.5, (2 + step) / (11 + step))
+        average = {key: decay * average[key] + (1 - decay) * value for key, value in model.state_dict().items()}
+    assert len(set(drops)) == 2, "captions and the empty one"
+    found = weights(tmp_path)
+    for key, value in average.items():
+        # On average: AdamW moves single weights by the sign of gradients that are nothing but rounding.
+        assert (found[key] - value).abs().mean() < 0.01 * (value - start[key]).abs().mean(), key
 
 
 @pytest.mark.parametrize(
@@ -263,17 +303,43 @@ def test_the_held_out_loss_changes_with_the_weights_alone(tmp_path):
     assert len(done.losses) == 6
 
 
-def test_weights_to_start_from_and_guidance_of_samples(tmp_path, monkeypatch, two_expert_folder):
+def test_the_held_out_loss_by_its_definition(tmp_path, tiny_folder):
+    """With diffusers' own model: captions as they are, at the sigmas below which 10 to 90 per cent of training is."""
+    data = "world:3:1x32x32"
+    options = {**QUICK, "learning_rate": 0.0, "sigma_sampling": "uniform", "sigma_shift": 3.0, "held_out": data}
+    done = train(**options, output_dir=tmp_path, num_steps=1)
+    model = WanTransformer3DModel.from_pretrained(tiny_folder, subfolder="transformer")
+    cache, errors = default_cache_dir(data), []
+    for index in range(3):
+        name = WorldSource(3).name(index)
+        latents = load_file(cache / f"{name}.latent.safetensors")["latent"]
+        text = torch.zeros(1, 512, 32)
+        found = load_file(cache / f"{name}.safetensors")["embeddings"]
+        text[0, : len(found)] = found
+        noise = torch.randn(latents.shape, generator=sample_generator(0, 0, index))
+        for place in (0.1, 0.3, 0.5, 0.7, 0.9):
+            sigma = 3 * place / (1 + 2 * place)
+            with torch.no_grad():
+                velocity = model(((1 - sigma) * latents + sigma * noise)[None], torch.tensor([1000 * sigma]), text)[0][0]
+            errors.append((velocity - (noise - latents)).square().mean().item())
+    assert done.losses["held_out/loss"] == pytest.approx(sum(errors) / 15, rel=1e-5)
+    assert done.losses["held_out/loss_at_0.75"] == pytest.approx(sum(errors[2::5]) / 3, rel=1e-5)
+
+
+def test_weights_to_start_from_and_how_samples_are_drawn(tmp_path, monkeypatch, tiny_folder, two_expert_folder):
     """With a rate of 0 the result is what it began with."""
-    scales, drawing = [], samples.draw
+    asked, drawing = [], samples.draw
     monkeypatch.setattr(
-        samples, "draw", lambda model, what, *rest, **how: scales.append(what.cfg_scale) or drawing(model, what, *rest, **how)
+        samples, "draw", lambda model, what, *rest, **how: asked.append(what) or drawing(model, what, *rest, **how)
     )
     start = two_expert_folder / "transformer"
     options = {**QUICK, "learning_rate": 0.0, "sample_every": 1, "sample_steps": 1, "cfg_scale": 2.5, "sample_prompts": ("a",)}
     train(**options, output_dir=tmp_path, num_steps=1, ckpt_path=start)
-    assert scales == [2.5]
     assert equal(weights(tmp_path), WanTransformer3DModel.from_pretrained(start).state_dict())
+    train(**options, output_dir=tmp_path / "shifted", num_steps=1, sigma_shift=7.0)
+    assert [(each.cfg_scale, each.num_steps) for each in asked] == [(2.5, 1)] * 2
+    own = json.loads((tiny_folder / "scheduler" / "scheduler_config.json").read_text())["flow_shift"]
+    assert [each.shift for each in asked] == [own, 7.0] and own != 1
 
 
 @pytest.mark.parametrize(
@@ -301,6 +367,48 @@ def test_wrong_input(tmp_path, monkeypatch, changes, message):
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run" / "model").exists()
     assert not (tmp_path / "new").exists(), "nothing has been encoded"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"expert": "high"}, {"expert": "low"}, "--expert high --lora-rank 0, and this one has --expert low"),
+        ({"lora_rank": 4}, {"lora_rank": 8}, "--lora-rank 4 .* this one has --expert high --lora-rank 8"),
+        ({"lora_rank": 4}, {"lora_rank": 4, "lora_alpha": 8}, "--lora-alpha 4 .* this one has .* --lora-alpha 8"),
+        ({"lora_rank": 4}, {"lora_rank": 4, "ckpt_path": "transformer_2"}, "beside weights .* this one has .* beside weights"),
+    ],
+)
+def test_a_state_whose_weights_mean_something_else_is_refused(tmp_path, two_expert_folder, before, after, message):
+    options = {**QUICK, "model": str(two_expert_folder), "expert": "high", "output_dir": tmp_path}
+    train(**{**options, **before}, num_steps=1)
+    if "ckpt_path" in after:
+        after = {**after, "ckpt_path": two_expert_folder / after["ckpt_path"]}
+    with pytest.raises(TrainingError, match=message):
+        train(**{**options, **after}, num_steps=2, resume="auto")
+
+
+def test_a_run_that_is_over_says_so(tmp_path, capfd):
+    train(**QUICK, output_dir=tmp_path, num_steps=2)
+    assert train(**QUICK, output_dir=tmp_path, num_steps=1, resume="auto").step == 2
+    assert "All 1 steps have been taken before" in capfd.readouterr().err
+
+
+def test_an_expert_that_draws_alone_says_so(tmp_path, capfd, two_expert_folder):
+    options = {**QUICK, "model": str(two_expert_folder), "sample_every": 1, "sample_steps": 1}
+    train(**options, output_dir=tmp_path, num_steps=1, expert="low")
+    assert "Pictures are drawn by this expert alone" in capfd.readouterr().err
+
+
+def test_nothing_is_left_of_the_data(tmp_path):
+    """Its header is whole, so that it is found damaged only when it is decoded."""
+    data = tmp_path / "data"
+    data.mkdir()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(data / "a.png")
+    (data / "a.png").write_bytes((data / "a.png").read_bytes()[:2000])
+    (data / "a.txt").write_text("x")
+    with pytest.raises(UsageError, match=r"Nothing in .*data can be used") as caught:
+        train(**{**QUICK, "dataset_path": str(data)}, output_dir=tmp_path / "run", num_steps=1, skip_bad=True)
+    assert "a.png is not a readable picture" in caught.value.why
 
 
 def test_a_folder_with_a_training_is_not_written_over(tmp_path):

@@ -40,7 +40,7 @@ class TrainingConfig(CommandConfig):
     """Step size after the warm-up: 1e-4 is usual for LoRA and for small models, 1e-5 for all weights of a trained model."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up; linear and cosine fall to 0 at the last step."""
+    """Course of the learning rate after the warm-up; linear and cosine fall to 0 by the end of the last step."""
 
     warmup_steps: int = 0
     """Steps over which the learning rate rises."""

@@ -134,6 +134,8 @@ class TransformerTrainingConfig(TrainingConfig):
             check_idle(self, "--optimizer adamw", "beta1", "beta2")
         if self.sigma_sampling == "uniform":
             check_idle(self, "--sigma-sampling logit_normal", "sigma_mean", "sigma_std")
+        if self.held_out is None and self.validate_every:
+            check_idle(self, "--held-out", "validate_every")
         if not self.sample_every:
             check_idle(self, "--sample-every", "sample_dir", "sample_prompts")
 

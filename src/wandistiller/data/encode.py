@@ -29,7 +29,7 @@ from wandistiller.data.buckets import Bucket, make_buckets
 from wandistiller.data.cache_files import fingerprint_model
 from wandistiller.data.claims import CLAIM_SECONDS, Claims, share
 from wandistiller.data.latent_cache import LatentCache
-from wandistiller.data.sources import BadItem, Source, assign_buckets, is_world, open_source, refuse
+from wandistiller.data.sources import BadItem, Source, assign_buckets, is_world, nothing_left, open_source, refuse
 from wandistiller.data.text_cache import EMPTY_NAME, TextCache, entry, fingerprint_text_encoder
 from wandistiller.distributed.ranks import rank_device, read_ranks
 from wandistiller.errors import MediaError, OutputError
@@ -177,7 +177,9 @@ def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path", patch: 
     folder = config.cache_dir or default_cache_dir(config.dataset_path)
     opened = open_source(config.dataset_path, skip_bad=config.skip_bad, flag=flag)
     assigned = assign_buckets(opened.source, buckets)
-    if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
+    if len(assigned.bad) == len(opened.source):
+        raise nothing_left(config.dataset_path, [*opened.bad, *assigned.bad])
+    if assigned.bad and not config.skip_bad:
         raise refuse(config.dataset_path, len(opened.source), assigned.bad)
     if read_ranks().is_first:
         sweep_partial(folder)

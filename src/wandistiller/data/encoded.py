@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.encode import EncodeJob, fill_caches
 from wandistiller.data.latent_cache import LatentCache
-from wandistiller.data.sources import Source
+from wandistiller.data.sources import Source, nothing_left
 from wandistiller.data.text_cache import TextCache
 from wandistiller.models.stored import StoredModel
 
@@ -26,7 +26,13 @@ class EncodedData:
 
 
 def encode_data(job: EncodeJob) -> EncodedData:
-    """Fill the caches where they are not up to date, and give them out; what cannot be read is left out."""
-    skipped = {item.name for item in fill_caches(job).skipped}
-    buckets = [None if job.source.name(index) in skipped else bucket for index, bucket in enumerate(job.buckets)]
+    """Fill the caches where they are not up to date, and give them out; what cannot be read is left out.
+
+    Raises ``UsageError`` if that was everything.
+    """
+    skipped = fill_caches(job).skipped
+    names = {item.name for item in skipped}
+    buckets = [None if job.source.name(index) in names else bucket for index, bucket in enumerate(job.buckets)]
+    if not any(buckets):
+        raise nothing_left(str(job.config.dataset_path), skipped)
     return EncodedData(job.source, buckets, job.texts, job.latents, job.vae)

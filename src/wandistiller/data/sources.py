@@ -148,13 +148,22 @@ def assign_buckets(source: Source, buckets: Sequence[Bucket]) -> Assignment:
 
 def refuse(place: str, total: int, bad: Sequence[BadItem]) -> UsageError:
     """Return the error that names what cannot be used."""
-    shown = "; ".join(map(str, bad[:_NUM_SHOWN]))
-    more = f"; and {len(bad) - _NUM_SHOWN} more" if len(bad) > _NUM_SHOWN else ""
     return UsageError(
         f"{len(bad)} of {total} items of {place} cannot be used.",
-        why=f"{shown}{more}.",
+        why=_name_some(bad),
         fix="Mend or remove them, or add --skip-bad to go on without them.",
     )
+
+
+def nothing_left(place: str, bad: Sequence[BadItem]) -> UsageError:
+    """Return the error for data of which nothing can be used."""
+    return UsageError(f"Nothing in {place} can be used.", why=_name_some(bad), fix="Mend these files, or point elsewhere.")
+
+
+def _name_some(bad: Sequence[BadItem]) -> str:
+    shown = "; ".join(map(str, bad[:_NUM_SHOWN]))
+    more = f"; and {len(bad) - _NUM_SHOWN} more" if len(bad) > _NUM_SHOWN else ""
+    return f"{shown}{more}."
 
 
 @dataclass(frozen=True)
@@ -383,10 +392,7 @@ def _check_all(place: str, found: Sequence[_Item | BadItem], skip_bad: bool) -> 
             seen[item.name] = item.path
             good.append(item)
     if bad and (not skip_bad or not good):
-        error = refuse(place, len(found), bad)
-        if good:
-            raise error
-        raise UsageError(f"Nothing in {place} can be used.", why=error.why, fix="Mend these files, or point elsewhere.")
+        raise refuse(place, len(found), bad) if good else nothing_left(place, bad)
     return OpenedSource(FileSource(good), bad)
 
 

@@ -15,6 +15,7 @@ from wandistiller.checkpoint.trained import follow_model, write_lora, write_mode
 from wandistiller.config.placement import parse_resident
 from wandistiller.config.train import TrainConfig
 from wandistiller.data.buckets import largest_bucket
+from wandistiller.data.cache_files import fingerprint_model
 from wandistiller.data.cached_samples import CachedSamples, Randomness
 from wandistiller.data.encoded import EncodedData, encode_data
 from wandistiller.distributed.parallel import Parallel
@@ -207,7 +208,7 @@ def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, data: EncodedData) -
         if subject.read is not None:
             sharding.fill(subject.read, job.device)
         slices = Bytes(sum(local(parameter).nbytes for parameter in model.parameters()))
-        return _Student(Role("student", model, is_trained=True, sharding=sharding), slices)
+        return _Student(Role("student", model, is_trained=True, sharding=sharding, flags=_flags(job)), slices)
     resident = parse_resident(config.resident, "--resident")
     headroom = _beside_weights(job, data) if config.placement == "auto" else None
     placement = choose_placement(config.placement, resident=resident, train=config.lora_rank == 0, headroom=headroom)
@@ -216,7 +217,19 @@ def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, data: EncodedData) -
         ends.callback(placed.stream.close)
     stays = 0 if placed.stream is None else len(blocks) - len(placed.stream.layouts)
     placing = Placing(name=placed.name or config.placement, resident=stays)
-    return _Student(Role("student", model, is_trained=True), placed.footprint.device, placing, placed.stream, placed.note)
+    role = Role("student", model, is_trained=True, flags=_flags(job))
+    return _Student(role, placed.footprint.device, placing, placed.stream, placed.note)
+
+
+def _flags(job: _Job) -> str:
+    """Return what a state of this training belongs to: adapters are nothing without their scale and the weights beside them."""
+    config = job.config
+    flags = [] if config.expert == "auto" else [f"--expert {config.expert}"]
+    flags.append(f"--lora-rank {config.lora_rank}")
+    if config.lora_rank:
+        alpha = config.lora_alpha or config.lora_rank
+        flags.append(f"--lora-alpha {alpha} beside weights {fingerprint_model(job.transformer)[:12]}")
+    return " ".join(flags)
 
 
 def _beside_weights(job: _Job, data: EncodedData) -> Bytes | None:
@@ -328,7 +341,11 @@ def _describe(job: _Job, run: Run, student: _Student) -> list[str]:
         f"Training {what} of the {job.part.replace('_', ' ')} ({count / 1e6:.1f} M parameters, {student.num_bytes} of "
         f"weights on {job.device}) for {run.num_steps} steps of {run.samples_per_step} samples, {run.num_epochs:.1f} epochs"
     ]
-    return [*about, f"Placement {student.note}"] if student.note else about
+    if student.note:
+        about.append(f"Placement {student.note}")
+    if job.config.expert != "auto" and (job.config.sample_every or job.config.judge_samples):
+        about.append("Pictures are drawn by this expert alone, at all sigmas; 'wandistiller sample' draws with both")
+    return about
 
 
 def _write_result(job: _Job, ranks: Ranks, student: Role, average: MovingAverage | None) -> Path:

@@ -30,7 +30,7 @@ from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.data_place import DataPlaces
 from wandistiller.train.method import Losses, Method, Role, Turn
-from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast
+from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast, refuse_other_flags
 from wandistiller.train.random_states import random_states, set_random_states
 from wandistiller.train.saves import Saves
 from wandistiller.train.step_clock import StepClock
@@ -138,12 +138,17 @@ class Loop:
     @property
     def epoch(self) -> float:
         """Passes over the data so far."""
-        return self.position / self._plan.plan.batches_per_epoch
+        return self.position / self.batches_per_epoch
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Steps that a pass over the data takes, the last one perhaps shared with the next pass."""
-        return -(-self._plan.plan.batches_per_epoch // self._plan.batches_per_step)
+    def batches_per_epoch(self) -> int:
+        """Micro-batches of all ranks in a pass over the data."""
+        return self._plan.plan.batches_per_epoch
+
+    @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of all ranks in a step, which may belong to two passes."""
+        return self._plan.batches_per_step
 
     def run(self) -> Stopped:
         """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
@@ -234,7 +239,9 @@ class Loop:
             found = self._places.find(state.facts["place"], self.position)
             self.position = found.position
             self._say(found.note)
+        flags = state.facts.get("roles", {})
         for name, role in self.method.roles.items():
+            refuse_other_flags(flags.get(name, {}), role.flags, "its weights mean something else with these.")
             values = state.part(f"roles/{name}")
             _refuse_other_weights(role, values)
             # Through the model, which knows where its weights are.
@@ -272,6 +279,7 @@ class Loop:
         for name, optimisation in self.optimisations.items():
             own, facts["optimisers"][name] = optimisation.state()
             tensors |= {f"optimisers/{name}/{key}": tensor for key, tensor in own.items()}
+        facts["roles"] = {name: {"flags": role.flags} for name, role in self.method.roles.items() if role.is_trained}
         for name, role in self.method.roles.items():
             values = role.model.state_dict()
             tensors |= {f"roles/{name}/{key}": values[key] for key in role.saved_names}
@@ -314,7 +322,7 @@ class Loop:
                 self._recent.append(_Number("norm of all gradients", turn.role, self.step, names, norm))
         self.method.finish_step(self.ranks)
         self.step += 1
-        self.position += self._plan.batches_per_step
+        self.position += self.batches_per_step
 
     @contextmanager
     def _training_together(self) -> Iterator[None]:

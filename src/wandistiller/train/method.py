@@ -41,6 +41,8 @@ class Role:
     advice: Advice = Advice()
     sharding: Sharding | None = None
     """How its weights are spread over ranks, where they are."""
+    flags: str = ""
+    """What gives its weights their meaning, beside their names and shapes; a state of others is refused."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.call or self.model)(*args, **kwargs)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wandistiller.files import complete_or_absent
 from wandistiller.terminal import console, progress, say
 from wandistiller.train.callbacks import Callback
 
@@ -70,7 +71,8 @@ def drop_lines_after(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    with complete_or_absent(path) as partial:
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 class ShowProgress(Callback):
@@ -112,16 +114,17 @@ class ShowProgress(Callback):
             self._bar.__exit__(None, None, None)
 
     def _line(self, loop: Loop, seconds: float) -> str:
-        steps = max(loop.steps_per_epoch, 1)
-        epoch, batch = (loop.step - 1) // steps, (loop.step - 1) % steps
-        epochs = -(-loop.options.num_steps // steps)
+        # By the place in the data: a step may reach into the next epoch, and with another --batch-size steps were others.
+        steps_left, per_epoch, per_step = loop.options.num_steps - loop.step, loop.batches_per_epoch, loop.batches_per_step
+        epoch, epochs = (-(-position // per_epoch) for position in (loop.position, loop.position + steps_left * per_step))
+        batch, batches = (-(-count // per_step) for count in (loop.position - (epoch - 1) * per_epoch, per_epoch))
         passed = time.monotonic() - self._start
         # With all that was done between steps, and will be again.
-        left = passed / max(loop.step - self._first_step, 1) * (loop.options.num_steps - loop.step)
+        left = passed / max(loop.step - self._first_step, 1) * steps_left
         return " | ".join(
             [
-                f"[{_clock(passed)}] Epoch {epoch + 1}/{epochs}",
-                f"Batch {batch + 1}/{steps}",
+                f"[{_clock(passed)}] Epoch {epoch}/{epochs}",
+                f"Batch {batch}/{batches}",
                 f"{seconds:.1f}s/batch" if seconds >= 0.95 else f"{seconds * 1000:.0f}ms/batch",
                 self._note(),
                 f"ETA: {_clock(left)}",

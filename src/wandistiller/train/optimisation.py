@@ -45,12 +45,14 @@ def autocast(precision: MixedPrecision, device: torch.device, *, caches: bool = 
     return torch.autocast(device.type, dtype=dtype, cache_enabled=caches)
 
 
-def refuse_other_flags(facts: Mapping[str, Any], flags: str) -> None:
-    """Raise ``TrainingError`` for the state of an optimiser of another kind; states of earlier versions do not say theirs."""
+def refuse_other_flags(
+    facts: Mapping[str, Any], flags: str, why: str = "the optimiser's state is of no use to another kind."
+) -> None:
+    """Raise ``TrainingError`` for a state that was made with other flags; states of earlier versions do not say theirs."""
     if facts.get("flags", flags) != flags:
         raise TrainingError(
             f"The state is of another training: it was made with {facts['flags']}, and this one has {flags}.",
-            why="the optimiser's state is of no use to another kind.",
+            why=why,
             fix="Resume with the flags that it was started with, or begin a new run from its result.",
         )
 

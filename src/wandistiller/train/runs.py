@@ -225,11 +225,12 @@ def find_state(resume: str | None, states: TrainingStates, restarted: float | No
         return newest
     path = Path(resume)
     check_state(path)
-    if newest is not None and path.resolve() != newest.resolve() and path.resolve().parent == newest.resolve().parent:
+    if newest is not None and path.resolve() != newest.resolve():
+        is_older = path.resolve().parent == newest.resolve().parent
         raise UsageError(
-            f"{newest} is newer than {path}.",
-            why="going on from the older one would leave two histories in one folder.",
-            fix=f"Copy {path.name} and give another --output-dir, or move the newer ones away.",
+            f"{newest} is newer than {path}." if is_older else f"{states.folder.parent} holds another training, {newest.name}.",
+            why=f"going on from {path} there would leave two histories in one folder.",
+            fix="Give another --output-dir, or move the states that are there away; --resume auto goes on from those.",
         )
     return path
 
@@ -259,6 +260,8 @@ def resume_run(resume: str | None, loop: Loop, states: TrainingStates) -> None:
     loop.load(load_state(path, loop.like))
     if loop.ranks.is_first:
         say(f"Going on from {path}, step {loop.step}")
+        if loop.step >= loop.options.num_steps:
+            say(f"All {loop.options.num_steps} steps have been taken before; --num-steps or --num-epochs asks for more")
 
 
 def exit_code(stopped: Stopped, ranks: Ranks) -> int:

@@ -31,6 +31,7 @@ DATA = {"model": "tiny", "dataset_path": "world"}
             "--sigma-mean changes nothing without --sigma-sampling",
         ),
         ({"sample_prompts": ("a",)}, "--sample-prompts changes nothing without --sample-every"),
+        ({"validate_every": 5}, "--validate-every changes nothing without --held-out"),
         ({"resident": "3"}, "--resident changes nothing without --placement offload"),
         ({"vae_gradient_checkpointing": True}, r"without --pixel-loss-weight 0\.1 or the like"),
     ],

@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers.toy_training import Collect, ToyMethod, ToyReader, make_loop, weights_of
@@ -63,9 +65,10 @@ def test_a_short_batch_counts_by_its_samples():
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "adafactor"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, optimiser, workers):
+@pytest.mark.parametrize(("workers", "accumulation"), [(0, 1), (2, 1), (0, 3)])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, optimiser, workers, accumulation):
     options = {"workers": workers, "name": optimiser, "num_steps": 8, "schedule": "cosine", "warmup_steps": 3}
+    options["accumulation"] = accumulation
     straight = make_loop(steps=8, method=ToyMethod(dropout=0.3), **options)
     straight.run()
     make_loop(tmp_path, steps=4, method=ToyMethod(dropout=0.3), **options).run()
@@ -78,7 +81,37 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, optimiser, 
     assert equal(weights_of(rest), weights_of(straight))
     averages = [loop._callbacks[-1].average.averages for loop in (rest, straight)]
     assert equal(*averages)
-    assert rest.method.seen == straight.method.seen[4:]
+    assert rest.method.seen == straight.method.seen[4 * accumulation :]
+
+
+def test_random_numbers_of_every_kind_go_on(tmp_path):
+    class Draw(Callback):
+        def stepped(self, loop):
+            found.append((random.gauss(0, 1), np.random.randn(), torch.randn(1).item()))
+
+    found = []
+    make_loop(tmp_path, steps=6, save_every=3, callbacks=[Draw()]).run()
+    rest = make_loop(steps=6, callbacks=[Draw()])
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(999)
+    rest.load(load_state(tmp_path / "step-00000003"))
+    rest.run()
+    assert found[6:] == found[3:6]
+
+
+def test_the_average_takes_in_the_weights_after_each_step():
+    """By its formula, from the weights that were there after steps 1, 2 and so on."""
+
+    class Follow(Callback):
+        def stepped(self, loop):
+            for name, value in weights_of(loop).items():
+                decay = min(0.9, (1 + loop.step) / (10 + loop.step))
+                expected[name] = decay * expected[name] + (1 - decay) * value
+
+    loop = make_loop(steps=6, callbacks=[Follow()])
+    expected = weights_of(loop)
+    loop.run()
+    torch.testing.assert_close(loop._callbacks[-1].average.averages, expected)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +164,23 @@ def test_the_metrics_are_means_over_the_samples():
     assert collect.values[0]["loss"] > 0
     assert collect.values[0]["rate"] == 0
     assert collect.values[0]["seconds_per_step"] > 0
+
+
+def test_each_sample_counts_the_same_in_the_metrics():
+    """An epoch of batches of 4, 4 and 2 samples."""
+    collect, losses = Collect(), []
+    loop = make_loop(steps=3, batch_size=4, callbacks=[collect], log_every=3, rate=0.0)
+    original = loop.method.losses
+
+    def note(batch):
+        found = original(batch)
+        losses.extend([found.total.item()] * batch.num_samples)
+        return found
+
+    loop.method.turns = (replace(loop.method.turns[0], losses=note),)
+    loop.run()
+    assert len(losses) == 10
+    assert collect.values[0]["loss"] == pytest.approx(sum(losses) / 10, rel=1e-6)
 
 
 @pytest.mark.parametrize("turns", [1, 2])
@@ -375,6 +425,20 @@ def test_a_role_that_is_left_away_is_said(tmp_path, capfd):
     make_loop(tmp_path, steps=2, method=WithCritic()).run()
     make_loop(tmp_path, steps=4, resume=True)
     assert "The state has a role 'critic', which this run goes on without" in capfd.readouterr().err
+
+
+def test_weights_that_mean_something_else_are_refused(tmp_path):
+    def method(flags):
+        found = ToyMethod()
+        found.student.flags = flags
+        return found
+
+    make_loop(tmp_path, steps=2, method=method("--scale 1")).run()
+    with pytest.raises(TrainingError, match="made with --scale 1, and this one has --scale 2"):
+        make_loop(tmp_path, steps=4, method=method("--scale 2"), resume=True)
+    state = load_state(tmp_path / "step-00000002")
+    state.facts.pop("roles")  # of an earlier version
+    make_loop(steps=4, method=method("--scale 2")).load(state)
 
 
 @pytest.mark.parametrize("steps", [4, 9], ids=["first epoch", "second epoch"])

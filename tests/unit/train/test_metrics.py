@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from helpers.toy_training import ToyReader, make_loop
 
 from wandistiller.train import metrics
@@ -16,6 +17,22 @@ def test_a_line_for_logs(monkeypatch):
     pattern = r"\[00:00:\d\d\] Epoch (\d)/3 \| Batch (\d)/5 \| \d+ms/batch \| GPU: 14\.2GB \| ETA: 00:00:0\d \| loss \d+\.\d{4}"
     found = [re.fullmatch(pattern, line) for line in said]
     assert [(match[1], match[2]) for match in found] == [("1", "4"), ("2", "3"), ("3", "2")]
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "steps", "expected"),
+    [
+        (2, 10, ["1 1 4 3", "1 2 4 3", "2 1 4 3", "2 2 4 3", "2 3 4 3", "3 1 4 3", "3 2 4 3", "4 1 4 3", "4 2 4 3", "4 3 4 3"]),
+        (10, 2, ["2 1 4 1", "4 1 4 1"]),
+    ],
+)
+def test_epochs_are_those_of_the_data_also_where_a_step_ends_in_the_next(monkeypatch, accumulation, steps, expected):
+    """Five batches an epoch: ten steps of two, or two steps of ten, are four epochs."""
+    said = []
+    monkeypatch.setattr(metrics, "say", said.append)
+    make_loop(steps=steps, accumulation=accumulation, callbacks=[ShowProgress(lambda: "")]).run()
+    found = [re.search(r"Epoch (\d+)/(\d+) \| Batch (\d+)/(\d+) ", line) for line in said]
+    assert [f"{match[1]} {match[3]} {match[2]} {match[4]}" for match in found] == expected
 
 
 def test_hours_and_minutes():

@@ -39,6 +39,10 @@ def test_the_state_to_go_on_from(tmp_path):
     assert find_state(str(tmp_path / "states" / "step-00000001"), empty) == tmp_path / "states" / "step-00000001"
     with pytest.raises(UsageError, match="is newer than"):
         find_state(str(tmp_path / "states" / "step-00000001"), states)
+    other = states_with(tmp_path / "other", 5)
+    with pytest.raises(UsageError, match="other holds another training, step-00000005") as caught:
+        find_state(str(tmp_path / "states" / "step-00000002"), other)
+    assert "two histories" in caught.value.why
     (tmp_path / "half").mkdir()
     with pytest.raises(CheckpointError, match="not a complete training state"):
         find_state(str(tmp_path / "half"), empty)
@@ -71,10 +75,10 @@ def test_what_is_asked_of_the_optimiser_reaches_it(tmp_path):
         seed=9,
     )
     device = torch.device("cpu")
-    # Of 7 samples in two shapes: batches of 2, 2 and 1, and of 2, in each of 3 epochs.
-    buckets = [Bucket(1, 32, 32)] * 5 + [Bucket(5, 32, 32)] * 2
+    # Of 8 samples in two shapes: batches of 2, 2 and 1, and of 2 and 1, in each of 3 epochs: 15 batches, two a step.
+    buckets = [Bucket(1, 32, 32)] * 5 + [Bucket(5, 32, 32)] * 3
     run = Run.over(buckets, config, device, "no", Ranks(), Monitor([device], lambda failure: []))
-    assert run.num_steps == 6
+    assert run.num_steps == 8
     assert run.optimiser_options(betas=(0.8, 0.9)) == OptimiserOptions(
         rate=0.5,
         weight_decay=0.25,
@@ -82,6 +86,6 @@ def test_what_is_asked_of_the_optimiser_reaches_it(tmp_path):
         clip_norm=0.75,
         schedule="linear",
         warmup_steps=4,
-        num_steps=6,
+        num_steps=8,
         seed=9,
     )
