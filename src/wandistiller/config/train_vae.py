@@ -74,6 +74,9 @@ class TrainVaeConfig(TrainingConfig):
     weight_decay: float = 0.0
     """Decoupled weight decay."""
 
+    lambda_rec: float = 1.0
+    """Weight of the reconstruction, the mean absolute error of pixels; 0 leaves closeness to LPIPS."""
+
     high_frequency_weight: float = 0.0
     """Extra weight of fine detail in the reconstruction loss; 0 is plain L1."""
 
@@ -153,6 +156,7 @@ class TrainVaeConfig(TrainingConfig):
             ("--kl-beta", self.kl_beta, 0),
             ("--kl-warmup-steps", self.kl_warmup_steps, 0),
             ("--kl-free-bits", self.kl_free_bits, 0),
+            ("--lambda-rec", self.lambda_rec, 0),
             ("--lambda-lpips", self.lambda_lpips, 0),
             ("--lambda-adv", self.lambda_adv, 0),
             ("--gan-start", self.gan_start, 0),
@@ -164,6 +168,14 @@ class TrainVaeConfig(TrainingConfig):
         )
         if not self.use_lpips:
             check_idle(self, "--use-lpips", "lambda_lpips", "lpips_checkpointing")
+        if not self.lambda_rec:
+            check_idle(self, "--lambda-rec", "high_frequency_weight")
+            if not self.use_lpips or not self.lambda_lpips:
+                raise UsageError(
+                    "--lambda-rec 0 was given without LPIPS.",
+                    why="nothing would ask the VAE for what it was given.",
+                    fix="Add --use-lpips, or give another weight.",
+                )
         if not self.gan_training:
             critic = ("lambda_adv", "gan_start", "r1_gamma", "r1_interval", "critic_width", "critic_learning_rate")
             check_idle(self, "--gan-training", *critic)

@@ -36,6 +36,7 @@ Perceptual = Callable[[Tensor, Tensor], Tensor]
 class VaeWeights:
     """What counts how much."""
 
+    reconstruction: float = 1.0
     high_frequency: float = 0.0
     kl_beta: float = 1e-6
     kl_warmup_steps: int = 0
@@ -51,6 +52,7 @@ class VaeWeights:
     def of(cls, config: TrainVaeConfig) -> VaeWeights:
         """Return what a configuration asks for."""
         return cls(
+            reconstruction=config.lambda_rec,
             high_frequency=config.high_frequency_weight,
             kl_beta=config.kl_beta,
             kl_warmup_steps=config.kl_warmup_steps,
@@ -137,7 +139,7 @@ class VaeTraining:
             "reconstruction": reconstruction(found, wanted, high_frequency_weight=weights.high_frequency),
             "kl": kl_divergence(mean, logvar, free_bits=weights.kl_free_bits),
         }
-        closeness = metrics["reconstruction"]
+        closeness = weights.reconstruction * metrics["reconstruction"]
         if self._perceptual is not None:
             metrics["perceptual"] = self._perceptual(found, wanted).mean()
             closeness = closeness + weights.perceptual * metrics["perceptual"]

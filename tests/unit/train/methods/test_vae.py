@@ -158,7 +158,9 @@ def test_the_vaes_total_is_every_loss_by_its_weight(vae, weight):
     def distance(found, wanted):
         return (found - wanted).square().mean((1, 2, 3, 4))
 
-    method = make(vae, adversarial=weight, perceptual=0.3, kl_beta=0.2, kl_free_bits=0.5, high_frequency=0.7)
+    method = make(
+        vae, adversarial=weight, reconstruction=2.5, perceptual=0.3, kl_beta=0.2, kl_free_bits=0.5, high_frequency=0.7
+    )
     method._perceptual = distance
     method.roles["vae"].model.adversarial_scale.fill_(3.0)
     losses = method.vae_losses(batch())
@@ -174,7 +176,7 @@ def test_the_vaes_total_is_every_loss_by_its_weight(vae, weight):
         "perceptual": distance(found, wanted).mean(),
         "adversarial": -words.mean(),
     }
-    counts = {"reconstruction": 1.0, "kl": 0.2, "perceptual": 0.3, "adversarial": weight * 3.0}
+    counts = {"reconstruction": 2.5, "kl": 0.2, "perceptual": 0.3, "adversarial": weight * 3.0}
     for name, value in expected.items():
         assert losses.metrics[name].item() == pytest.approx(value.item(), rel=1e-4), name
     assert losses.total.item() == pytest.approx(sum(counts[name] * expected[name].item() for name in counts), rel=1e-4)
@@ -207,8 +209,8 @@ def test_the_penalty_is_never_taken_in_16_bits(vae):
 
 def test_the_weights_are_those_of_the_flags():
     flags = {"kl_beta": 1.0, "kl_warmup_steps": 2, "kl_free_bits": 3.0, "r1_gamma": 4.0, "r1_interval": 5}
-    config = TrainVaeConfig(high_frequency_weight=6.0, lambda_lpips=7.0, lambda_adv=8.0, gan_start=9, **flags)
-    others = {"high_frequency": 6.0, "perceptual": 7.0, "adversarial": 8.0, "adversarial_start": 9}
+    config = TrainVaeConfig(lambda_rec=5.0, high_frequency_weight=6.0, lambda_lpips=7.0, lambda_adv=8.0, gan_start=9, **flags)
+    others = {"reconstruction": 5.0, "high_frequency": 6.0, "perceptual": 7.0, "adversarial": 8.0, "adversarial_start": 9}
     assert VaeWeights.of(config) == VaeWeights(**flags, **others)
 
 
