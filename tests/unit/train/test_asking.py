@@ -61,6 +61,13 @@ def test_what_answers_depend_on_is_in_their_names(asked, changes):
     assert set(files(prepare(folder, **data, **changes), questions)).isdisjoint(before)
 
 
+def test_answers_with_and_without_guidance_have_other_names_at_the_same_scale(asked):
+    data, folder, questions, _ = asked
+    plain = files(prepare(folder, **data, guidance_scale=3.0), questions)
+    guided = files(prepare(folder, **data, guidance_scale=3.0, guidance_weight=1.0, output_weight=0.0), questions)
+    assert set(plain).isdisjoint(guided)
+
+
 @pytest.mark.parametrize("name", ["teacher_path", "dtype", "size", "vae_checkpoint"])
 def test_what_was_encoded_is_in_their_names(asked, other_pipeline, tmp_path, name):
     data, _, _, before = asked
