@@ -421,6 +421,10 @@ BAD = {
         {"data_path": None, **DATASET, "cache_teacher": True, "output_weight": 0.0, "data_weight": 1.0},
         "--cache-teacher",
     ),
+    "kept answers of several sizes": (
+        {"data_path": None, "dataset_path": "world:2:1+5x32x32", "frames": (5,), "cache_teacher": True},
+        "are 1x32x32, 5x32x32",
+    ),
     "nothing to refresh": ({"data_path": None, **DATASET, "refresh_every": 2}, "--refresh-every"),
     "guidance without a scale": ({"guidance_weight": 1.0}, "--guidance-scale"),
 }

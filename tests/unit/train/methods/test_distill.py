@@ -137,6 +137,10 @@ def test_a_student_of_other_channels_is_asked_and_answered_through_its_adapter()
     given = (1 - sigma) * data + sigma * noise
     method, _, _ = make(Objectives(), adapter=ChannelAdapter(matrix, mean, std))
     torch.testing.assert_close(method.losses(batch).total, (1.5 * given - (noise - data)).square().mean())
+    # Of several targets the teacher's says what the student is given.
+    real = mapped(batch.tensors["noise"]) - down(batch.tensors["latents"])
+    both, _, _ = make(Objectives(data=1.0), adapter=ChannelAdapter(matrix, mean, std))
+    torch.testing.assert_close(both.losses(batch).metrics["data_loss"], (1.5 * given - real).square().mean())
     data, noise = down(batch.tensors["latents"]), mapped(batch.tensors["noise"])
     errors = (1.5 * ((1 - sigma) * data + sigma * noise) - (noise - data)).square().flatten(1).mean(1)
     torch.testing.assert_close(method.held_out_errors(batch.tensors), errors)
