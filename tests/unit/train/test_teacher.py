@@ -75,6 +75,10 @@ def test_each_expert_gets_its_own_side_of_the_boundary(models, question):
     assert shelf.asked == [0, 1], "each is loaded once"
     assert len(answer.features) == 2 and answer.features[0].shape[0] == 3
     torch.testing.assert_close(teacher.answer(*question, scale=4.0).plain, answer.velocity)
+    # Experts answer in their own order: an order that is not its own inverse shows answers that are not put back.
+    rolled = teacher.answer(*(each.roll(-1, 0) for each in question), blocks=[0])
+    torch.testing.assert_close(rolled.velocity, answer.velocity.roll(-1, 0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rolled.features[0], answer.features[0].roll(-1, 0), rtol=1e-4, atol=1e-5)
 
 
 def test_an_expert_that_others_ask_computes_along_and_changes_nothing(models, question):
