@@ -299,6 +299,36 @@ def test_through_an_adapter_the_same_seed_draws_the_same(tmp_path, tiny_folder):
     torch.testing.assert_close(adapter.up(ours), theirs, rtol=1e-3, atol=1e-4)
 
 
+def test_through_an_adapter_drawing_starts_from_the_teachers_noise(tmp_path, tiny_folder, monkeypatch):
+    """Noise has no mean to take off and no spread to divide by, whatever those of the data are."""
+    path, folder, rotation = tmp_path / "student.json", tmp_path / "student", random_adapter(8, 4, seed=1)
+    path.write_text(json.dumps({"latent_channels": 4}))
+    adapter = replace(rotation, mean=torch.arange(8.0), std=torch.full((4,), 2.0))
+    stored = inspect_checkpoint(tiny_folder / "transformer", TRANSFORMER)
+    student = derive_student(stored.read, stored.config, read_student_config(path, stored.config), adapter=adapter).model
+    shutil.copytree(tiny_folder, folder)
+    student.save_pretrained(folder / "transformer")
+    adapter.save(folder)
+    given, forward = [], WanTransformer3DModel.forward
+
+    def noted(model, hidden_states, *args, **options):
+        if type(hidden_states) is torch.Tensor:  # what is predicted is traced without numbers
+            given.append(hidden_states.clone())
+        return forward(model, hidden_states, *args, **options)
+
+    monkeypatch.setattr(WanTransformer3DModel, "forward", noted)
+    for each in (tiny_folder, folder):
+        sample(model=str(each), prompt="x", width=32, height=32, steps=1, cfg_scale=1.0, output=tmp_path / "x.png")
+    text, how = torch.randn(1, 4, 32), {"num_steps": 1, "shift": 3.0, "solver": "euler", "cfg_scale": 1.0, "seed": 2}
+    drawing = Drawing(prompts="a", text=text, empty_text=text[0], latent_shape=(8, 1, 4, 4), dtype=torch.float32, **how)
+    teacher = WanTransformer3DModel.from_pretrained(tiny_folder / "transformer")
+    for model, map_ in ((teacher, None), (student, adapter)):
+        draw(model, replace(drawing, adapter=map_), [0], device=torch.device("cpu"), precision="no")
+    assert len(given) == 4
+    for theirs, ours in (given[:2], given[2:]):
+        torch.testing.assert_close(ours, rotation.rotate(theirs))
+
+
 def test_refreshed_answers_come_from_new_noise_and_resume_to_the_bit(tmp_path, two_layers):
     both = {**QUICK, **PROMPTS, "student_config": two_layers, "num_prompts": 6, "refresh_every": 2}
     distill(**both, output_dir=tmp_path / "straight", num_steps=5)
