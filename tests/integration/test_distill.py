@@ -208,13 +208,20 @@ def test_the_result_is_the_average(tmp_path, two_layers):
 
 
 def test_guidance_is_learnt(tmp_path):
-    """A student that is the teacher still has to learn what guidance adds, from either kind of question."""
+    """A student that is the teacher still has to learn what guidance adds, from either kind of question.
+
+    That is (scale - 1) times what the caption adds, so twice as much at 7 as at 4 and, squared, four times the loss. On its
+    trajectories guidance leads elsewhere.
+    """
     path = tmp_path / "student.json"
     path.write_text(json.dumps({"num_layers": 3}))
-    learns = {"guidance_scale": 4.0, "guidance_weight": 1.0, "output_weight": 0.0, "student_config": path, "num_steps": 1}
+    learns = {"guidance_weight": 1.0, "output_weight": 0.0, "student_config": path, "num_steps": 1}
     for name, data in (("live", DATASET), ("kept", {**DATASET, "cache_teacher": True}), ("rolled", PROMPTS)):
-        distill(**QUICK, **data, **learns, output_dir=tmp_path / name)
+        distill(**QUICK, **data, **learns, guidance_scale=4.0, output_dir=tmp_path / name)
         assert losses(tmp_path / name)[0] > 1e-5
+        if name != "rolled":
+            distill(**QUICK, **data, **learns, guidance_scale=7.0, output_dir=tmp_path / f"more {name}")
+            assert losses(tmp_path / f"more {name}")[0] == pytest.approx(4 * losses(tmp_path / name)[0], rel=0.05)
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers, monkeypatch):
@@ -231,6 +238,32 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers, 
     name = "model/transformer/diffusion_pytorch_model.safetensors"
     straight, resumed = (load_file(tmp_path / folder / name) for folder in ("straight", "run"))
     assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+
+
+OTHERS = {
+    "another student": ({"student": {"depth": 1}}, "another student.\n  why: num_layers was 2 and is 1"),
+    "other layers": ({"student": {"layers": [0, 1]}}, r"layers was spread and is \[0, 1\]"),
+    "another start": ({"student_init": "random"}, "--student-init was teacher and is random"),
+    "another teacher": ({}, "another teacher"),
+    "kept answers": ({"cache_teacher": True, "teacher_draws": 1}, "--cache-teacher was False and is True"),
+}
+
+
+def test_a_run_goes_on_with_its_own_teacher_and_student_alone(tmp_path, two_layers, two_expert_folder, monkeypatch):
+    both = {**QUICK, **DATASET, "student_config": two_layers, "output_dir": tmp_path / "run"}
+    distill(**both, num_steps=1)
+    facts = (tmp_path / "run" / "student.json").read_text()
+    monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
+    for name, (changes, words) in OTHERS.items():
+        changes = dict(changes)
+        if "student" in changes:
+            changes["student_config"] = tmp_path / "other.json"
+            changes["student_config"].write_text(json.dumps(changes.pop("student")))
+        if name == "another teacher":
+            changes["teacher_path"] = str(two_expert_folder)
+        with pytest.raises(UsageError, match=words):
+            distill(**{**both, **changes}, num_steps=2, resume="auto")
+        assert (tmp_path / "run" / "student.json").read_text() == facts
 
 
 def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
@@ -264,6 +297,36 @@ def test_through_an_adapter_the_same_seed_draws_the_same(tmp_path, tiny_folder):
     teacher = WanTransformer3DModel.from_pretrained(tiny_folder / "transformer")
     theirs, ours = draw(teacher, replace(drawing, adapter=None), [0, 1], **plain), draw(student, drawing, [0, 1], **plain)
     torch.testing.assert_close(adapter.up(ours), theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_through_an_adapter_drawing_starts_from_the_teachers_noise(tmp_path, tiny_folder, monkeypatch):
+    """Noise has no mean to take off and no spread to divide by, whatever those of the data are."""
+    path, folder, rotation = tmp_path / "student.json", tmp_path / "student", random_adapter(8, 4, seed=1)
+    path.write_text(json.dumps({"latent_channels": 4}))
+    adapter = replace(rotation, mean=torch.arange(8.0), std=torch.full((4,), 2.0))
+    stored = inspect_checkpoint(tiny_folder / "transformer", TRANSFORMER)
+    student = derive_student(stored.read, stored.config, read_student_config(path, stored.config), adapter=adapter).model
+    shutil.copytree(tiny_folder, folder)
+    student.save_pretrained(folder / "transformer")
+    adapter.save(folder)
+    given, forward = [], WanTransformer3DModel.forward
+
+    def noted(model, hidden_states, *args, **options):
+        if type(hidden_states) is torch.Tensor:  # what is predicted is traced without numbers
+            given.append(hidden_states.clone())
+        return forward(model, hidden_states, *args, **options)
+
+    monkeypatch.setattr(WanTransformer3DModel, "forward", noted)
+    for each in (tiny_folder, folder):
+        sample(model=str(each), prompt="x", width=32, height=32, steps=1, cfg_scale=1.0, output=tmp_path / "x.png")
+    text, how = torch.randn(1, 4, 32), {"num_steps": 1, "shift": 3.0, "solver": "euler", "cfg_scale": 1.0, "seed": 2}
+    drawing = Drawing(prompts="a", text=text, empty_text=text[0], latent_shape=(8, 1, 4, 4), dtype=torch.float32, **how)
+    teacher = WanTransformer3DModel.from_pretrained(tiny_folder / "transformer")
+    for model, map_ in ((teacher, None), (student, adapter)):
+        draw(model, replace(drawing, adapter=map_), [0], device=torch.device("cpu"), precision="no")
+    assert len(given) == 4
+    for theirs, ours in (given[:2], given[2:]):
+        torch.testing.assert_close(ours, rotation.rotate(theirs))
 
 
 def test_refreshed_answers_come_from_new_noise_and_resume_to_the_bit(tmp_path, two_layers):
@@ -387,6 +450,10 @@ BAD = {
     "nothing to keep": (
         {"data_path": None, **DATASET, "cache_teacher": True, "output_weight": 0.0, "data_weight": 1.0},
         "--cache-teacher",
+    ),
+    "kept answers of several sizes": (
+        {"data_path": None, "dataset_path": "world:2:1+5x32x32", "frames": (5,), "cache_teacher": True},
+        "are 1x32x32, 5x32x32",
     ),
     "nothing to refresh": ({"data_path": None, **DATASET, "refresh_every": 2}, "--refresh-every"),
     "guidance without a scale": ({"guidance_weight": 1.0}, "--guidance-scale"),

@@ -31,7 +31,7 @@ def read_config(
     serve a whole project. Both ``-`` and ``_`` are accepted in keys, as on the command line.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--config {path} cannot be read.", why=str(error), fix="Check the path and the syntax.") from error
     values = {key: value for key, value in content.items() if not (isinstance(value, dict) and key in commands)}

@@ -100,7 +100,7 @@ class Custom(ByDeviceMap):
 def read_device_map(path: Path) -> DeviceMap:
     """Read a map from a file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         content = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
     except (OSError, ValueError) as error:
         raise UsageError(

@@ -81,7 +81,6 @@ def read_student_config(
     if path is None:
         return StudentPlan(config={**teacher, "num_layers": max(1, teacher["num_layers"] // 2)})
     values = _read_values(path)
-    _check_types(values, path)
     config = {**teacher, **{name: value for name, value in values.items() if name in teacher}}
     layers = _find_layers(values, config, teacher, path)
     _find_channels(values, config, teacher, path)
@@ -106,7 +105,7 @@ def _read_values(path: Path) -> dict[str, Any]:
     if path.suffix.lower() not in readers:
         raise UsageError(f"{path} is neither a .json nor a .toml file.", fix="Describe the student in one of these formats.")
     try:
-        content = readers[path.suffix.lower()](path.read_text(encoding="utf-8"))
+        content = readers[path.suffix.lower()](path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read.", why=str(error), fix="Check the path and the syntax.") from error
     if not isinstance(content, dict):
@@ -127,13 +126,15 @@ def _read_values(path: Path) -> dict[str, Any]:
         if name in values and values[name] != value:
             raise _contradiction(path, f"{said[name]} = {values[name]}", f"{key} = {value}")
         values[name], said[name] = value, key
+    _check_types(values, said, path)
     return values
 
 
-def _check_types(values: Mapping[str, Any], path: Path) -> None:
+def _check_types(values: Mapping[str, Any], said: Mapping[str, str], path: Path) -> None:
+    """Check each value by itself; ``said`` is what the file calls it."""
     for name in _POSITIVE:
         if name in values and (not _is_int(values[name]) or values[name] < 1):
-            raise UsageError(f"{path}: {name} is {values[name]!r}.", fix="Give a whole number from 1 on.")
+            raise UsageError(f"{path}: {said[name]} is {values[name]!r}.", fix="Give a whole number from 1 on.")
     for name in ("mlp_ratio", "eps"):
         value = values.get(name, 1.0)
         if not _is_number(value) or not 0 < value < math.inf:

@@ -143,8 +143,8 @@ def _method(work: Training, role: Role, device: torch.device, ends: Ends) -> Flo
     student, teacher = work.student, work.teacher
     if teacher is None:
         return FlowMatching(role, dtype=student.dtype, pixels=_pixel_loss(work, device))
-    weights = {1: (1.0, 0.0), 2: (0.0, 1.0), 3: (1.0, 1.0)}[work.teacher_passes]
-    objectives = Objectives(output=weights[0], guidance=weights[1], feature=float(work.matches_features))
+    guidance = float(work.teacher_passes == 2)
+    objectives = Objectives(output=1.0 - guidance, guidance=guidance, feature=float(work.matches_features))
     channels = None if student.width == teacher.width else torch.arange(student.width, device=device)
     blocks = [round(index * (teacher.num_blocks - 1) / max(student.num_blocks - 1, 1)) for index in range(student.num_blocks)]
     return Distillation(
@@ -173,11 +173,12 @@ class _OneTeacher:
         own = self._use.latent_shape[0]
         asked = {"latents": _with_channels(noisy, own), "sigma": sigma, "text": text}
         with tapped(self._model, blocks) as features:
-            velocity = _call(self._model, self._use, asked)
+            plain = velocity = _call(self._model, self._use, asked)
             kept = list(features)
         if scale != 1.0:
-            velocity = guide(velocity, _call(self._model, self._use, asked), scale)
-        return Answer(_with_channels(velocity, self._channels), kept)
+            velocity = guide(plain, _call(self._model, self._use, asked), scale)
+        velocity, plain = (_with_channels(each, self._channels) for each in (velocity, plain))
+        return Answer(velocity, plain, kept)
 
 
 def _with_channels(tensor: Tensor, count: int) -> Tensor:

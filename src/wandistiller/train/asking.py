@@ -52,11 +52,6 @@ class Asking:
         self.round_number = self.round_at(step)
         """Which answers there are: a round is as many questions as there are at the start, each from other noise."""
         self._is_rollout = job.config.noisy_source == "trajectories"
-        if not self._is_rollout and len(set(questions.samples.buckets)) > 1:
-            raise UsageError(
-                "--cache-teacher needs samples of one size.",
-                fix="Add --max-aspect 1 and one number of --frames, or leave it away.",
-            )
 
     def round_at(self, step: int) -> int:
         """Return the round that a step learns from."""

@@ -14,11 +14,13 @@ from torch import Tensor
 from wandistiller.checkpoint.trained import follow_model, write_model, write_student_pipeline
 from wandistiller.config.distill import DistillConfig
 from wandistiller.data.buckets import largest_bucket
+from wandistiller.data.cache_files import fingerprint_model
 from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.data.encoded import EncodedData, encode_data
-from wandistiller.data.teacher_records import RecordSamples
+from wandistiller.data.teacher_records import RecordSamples, differences
 from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
+from wandistiller.errors import UsageError
 from wandistiller.memory.activations import prepare_blocks
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.hardware import Hardware
@@ -94,6 +96,8 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     monitor = Monitor([job.device], lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure))
     before = saved_facts(config, ranks)
     saved = before.facts.get("data", {}) if before is not None else {}
+    facts = _facts(job)
+    _check_goes_on(saved, facts)
     assert config.teacher_path is not None
     validation = prepare_held_out(config, config.teacher_path, job.device, job.patch)  # looked at before anything is encoded
     questions = open_questions(job, saved)
@@ -101,13 +105,15 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     with monitor.phase("loading", "teacher"):
         placing, note = settle_teacher(job, questions)
         teacher = make_teacher(job, questions, ranks, placing)
-    lessons = _Lessons(questions.samples, {"num_prompts": len(questions.samples)} if job.prompts is not None else {})
+    if job.prompts is not None:
+        facts["num_prompts"] = len(questions.samples)
+    lessons = _Lessons(questions.samples, facts)
     if config.is_stored:
         assert teacher is not None  # the configuration has been checked for something to ask
         asking = Asking(job, questions, teacher, ranks, monitor, before.step if before is not None else 0)
         asking.check(saved.get("answers"))
         samples = asking.ask()
-        lessons = _Lessons(samples, {**lessons.facts, "answers": asking.facts()}, [RefreshAnswers(asking, samples)])
+        lessons = _Lessons(samples, {**facts, "answers": asking.facts()}, [RefreshAnswers(asking, samples)])
     scores = None
     if config.layer_choice == "importance":
         with monitor.phase("scoring layers", "teacher"):
@@ -144,6 +150,33 @@ def _settle(job: DistillJob) -> DistillJob:
         return found if config.strategy not in ("auto", "gpu0", "sharded") else replace(found, teacher=None)
 
     return replace(job, parallel=settle_parallel(job.config, job.device, work))
+
+
+def _facts(job: DistillJob) -> dict[str, Any]:
+    """Return who teaches whom, and how: what a run that goes on has to have the same."""
+    config, plan = job.config, job.plan
+    return {
+        "teacher": {"teacher": [fingerprint_model(stored)[:16] for stored in job.teachers]},
+        "student": {
+            **plan.config,
+            "layers": config.layer_choice if plan.layers is None else list(plan.layers),
+            "text_max_length": plan.text_max_length,
+            "--student-init": config.student_init,
+        },
+        "questions": {"--noisy-latents": config.noisy_source, "--cache-teacher": config.cache_teacher},
+    }
+
+
+def _check_goes_on(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse to go on with another teacher, another student or other questions than the run has; ``saved`` is of its state."""
+    for name, wanted in facts.items():
+        differing = differences(saved[name], wanted) if name in saved else ""
+        if differing:
+            raise UsageError(
+                f"The run that goes on has {'other' if name == 'questions' else 'another'} {name}.",
+                why=f"{differing}.",
+                fix="Give the flags and files that it was started with, or start anew in another --output-dir.",
+            )
 
 
 def _score_layers(job: DistillJob, samples: Any, teacher: Teaches | None, ranks: Ranks) -> Sequence[float]:

@@ -29,6 +29,7 @@ from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.student_config import read_student_config
 from wandistiller.train.distill_job import with_sizes
+from wandistiller.train.methods.distill import Objectives
 from wandistiller.train.optimisation import MixedPrecision
 from wandistiller.train.runs import choose_precision
 from wandistiller.units import Bytes
@@ -185,8 +186,8 @@ def distill_work(
 
 def _teacher_passes(config: DistillConfig) -> int:
     """Return how often the teacher computes for one answer."""
-    if not config.is_stored:
-        return bool(config.output_weight or config.feature_weight) + 2 * bool(config.guidance_weight)
+    if not Objectives.of(config).needs_teacher:
+        return 0
     is_guided = config.guidance_scale > 1 and (config.noisy_source == "trajectories" or config.guidance_weight > 0)
     return 2 if is_guided else 1
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from wandistiller.data.buckets import Bucket, make_buckets
 from wandistiller.data.cached_samples import CachedSamples, Randomness
-from wandistiller.data.encoded import EncodedData
+from wandistiller.data.encoded import EncodedData, encode_data
 from wandistiller.data.prompt_samples import PromptSamples
 from wandistiller.data.prompt_texts import PromptTexts
 from wandistiller.distributed.ranks import read_ranks
-from wandistiller.errors import UsageError
+from wandistiller.errors import UsageError, shortened
 from wandistiller.models.devices import find_dtype
 from wandistiller.models.latents import latent_shape, num_tokens
 from wandistiller.models.sizes import usual_size
 from wandistiller.models.text_padding import can_fold_padding
 from wandistiller.train.distill_job import DistillJob
-from wandistiller.train.transformer_data import encode_training_data, folds_padding, open_samples
+from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ def open_questions(job: DistillJob, saved: Mapping[str, Any] | None = None) -> Q
     config = job.config
     if job.prompts is None:
         assert config.teacher_path is not None and config.dataset_path is not None
-        data = encode_training_data(config, config.teacher_path, config.dataset_path, config.cache_dir, job.device, job.patch)
+        found = prepare_data(config, config.teacher_path, config.dataset_path, config.cache_dir, job.device, patch=job.patch)
+        if config.cache_teacher:
+            _check_one_size(config.dataset_path, found.buckets)
+        data = encode_data(found)
         folds = folds_padding(job.teacher_config, data)
         samples = open_data(job, data, folds)
         samples.preload()
@@ -66,6 +69,17 @@ def open_data(job: DistillJob, data: EncodedData, folds: bool) -> CachedSamples:
     """Return a data set as samples, with sigmas as the run draws them."""
     randomness = Randomness(sigma=job.sigma)
     return open_samples(data, randomness, job.teacher_config, workers=job.config.workers, trims_text=folds)
+
+
+def _check_one_size(place: str, buckets: Iterable[Bucket | None]) -> None:
+    """Refuse data whose answers would be of several sizes; nothing has been encoded yet."""
+    sizes = sorted({bucket.shape for bucket in buckets if bucket is not None})
+    if len(sizes) > 1:
+        raise UsageError(
+            "--cache-teacher needs samples of one size.",
+            why=f"those of {place} are {shortened('x'.join(map(str, size)) for size in sizes)} (frames, height, width).",
+            fix="Add --max-aspect 1 for one shape, one number of --frames, and only pictures or only clips; or leave it away.",
+        )
 
 
 def _num_prompts(job: DistillJob, before: int | None) -> int:

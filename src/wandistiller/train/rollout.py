@@ -44,10 +44,10 @@ def roll_out(
 
     def velocity(noisy: Tensor, sigma: float, timestep: float) -> Tensor:
         sigmas = torch.full((len(items),), sigma, device=device)
-        guided = teacher.answer(noisy, sigmas, text, scale=scale).velocity
-        target = guided if learns_guided or scale <= 1 else teacher.answer(noisy, sigmas, text).velocity
+        answer = teacher.answer(noisy, sigmas, text, scale=scale)
+        target = answer.velocity if learns_guided else answer.plain
         found.append(Records(noisy.cpu(), sigmas.cpu(), target.cpu(), numbers, draws))
-        return guided
+        return answer.velocity
 
     chosen = SOLVERS[solver]
     integrate(chosen.steps, velocity, noise.to(device), chosen.schedule(num_steps, shift))

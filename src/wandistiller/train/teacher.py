@@ -25,6 +25,8 @@ class Answer:
     """Velocities for a batch, and what blocks gave where that was asked for."""
 
     velocity: Tensor
+    plain: Tensor
+    """Velocities without guidance; the same where there is none."""
     features: list[Tensor] = field(default_factory=list)
 
 
@@ -90,7 +92,8 @@ class Teacher:
             return torch.cat(tensors)[order.to(tensors[0].device)]
 
         features = [together([answer.features[k] for answer in answers]) for k in range(len(blocks))]
-        return Answer(together([answer.velocity for answer in answers]), features)
+        velocity, plain = (together([getattr(answer, name) for answer in answers]) for name in ("velocity", "plain"))
+        return Answer(velocity, plain, features)
 
     def release(self) -> None:
         self._experts.release()
@@ -98,13 +101,13 @@ class Teacher:
     def _ask(self, expert: int, noisy: Tensor, sigma: Tensor, text: Tensor, scale: float, blocks: Sequence[int]) -> Answer:
         model = self._experts.expert(expert)
         with tapped(model, blocks) as features:
-            velocity = self._call(model, noisy, sigma, text)
+            plain = velocity = self._call(model, noisy, sigma, text)
             kept = list(features)
         if needs_unconditional(scale):
             empty = self._empty_text.to(text.device).expand(len(noisy), -1, -1)
-            velocity = guide(velocity, self._call(model, noisy, sigma, empty), scale)
+            velocity = guide(plain, self._call(model, noisy, sigma, empty), scale)
         self._experts.keep_up()
-        return Answer(velocity, kept)
+        return Answer(velocity, plain, kept)
 
     def _call(self, model: nn.Module, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         velocity: Tensor = model(
@@ -175,7 +178,7 @@ class TeacherTogether:
             tokens = num_tokens(self._config, given[0].shape)
             features = [self._group.whole(feature, tokens) for feature in found.features]
             if is_mine:
-                answers.append(Answer(found.velocity, features))
+                answers.append(Answer(found.velocity, found.plain, features))
         return answers[0]
 
 
@@ -201,7 +204,7 @@ class ServedTeacher:
         if self._teacher is None:
             for each in (noisy, sigma, text):
                 dist.send(each.contiguous().float(), 0)
-            return Answer(*self._receive_answer(noisy, len(blocks)))
+            return self._receive_answer(noisy, needs_unconditional(scale), len(blocks))
         mine = None
         for rank, asked in enumerate(shapes):
             question = [noisy, sigma, text] if rank == 0 else [self._receive(shape, rank) for shape in asked]
@@ -209,21 +212,23 @@ class ServedTeacher:
             if rank == 0:
                 mine = found
                 continue
-            dist.send(found.velocity.contiguous(), rank)
+            for velocity in (found.velocity, found.plain) if needs_unconditional(scale) else (found.velocity,):
+                dist.send(velocity.contiguous(), rank)
             for feature in found.features:
                 dist.send(torch.tensor(feature.shape, device=self._device), rank)
                 dist.send(feature.contiguous().float(), rank)
         assert mine is not None
         return mine
 
-    def _receive_answer(self, like: Tensor, num_features: int) -> tuple[Tensor, list[Tensor]]:
+    def _receive_answer(self, like: Tensor, is_guided: bool, num_features: int) -> Answer:
         velocity = self._receive(tuple(like.shape), 0)
+        plain = self._receive(tuple(like.shape), 0) if is_guided else velocity
         features = []
         for _ in range(num_features):
             shape = torch.zeros(3, dtype=torch.int64, device=self._device)
             dist.recv(shape, 0)
             features.append(self._receive(tuple(shape.tolist()), 0))
-        return velocity, features
+        return Answer(velocity, plain, features)
 
     def _receive(self, shape: tuple[int, ...], rank: int) -> Tensor:
         tensor = torch.empty(shape, device=self._device)

@@ -12,7 +12,7 @@ from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.cached_samples import CachedSamples, Randomness
 from wandistiller.data.encode import PATCH, EncodeJob, prepare_encoding
-from wandistiller.data.encoded import EncodedData, encode_data
+from wandistiller.data.encoded import EncodedData
 from wandistiller.data.sources import HELD_OUT_FOLDER
 from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.models.latents import latent_shape, num_tokens
@@ -48,18 +48,6 @@ def prepare_data(
         skip_bad=config.skip_bad,
     )
     return prepare_encoding(settings, flag, patch)
-
-
-def encode_training_data(
-    config: TransformerTrainingConfig,
-    model: str,
-    dataset: str,
-    cache_dir: Path | None,
-    device: torch.device,
-    patch: int = PATCH,
-) -> EncodedData:
-    """Fill the caches of a data set; the encoders are gone afterwards."""
-    return encode_data(prepare_data(config, model, dataset, cache_dir, device, patch=patch))
 
 
 def prepare_held_out(

@@ -17,6 +17,10 @@ def read(tmp_path, text):
     return read_config(path, SampleConfig, "sample", COMMANDS)
 
 
+def test_a_file_that_begins_with_a_byte_order_mark(tmp_path):
+    assert read(tmp_path, "\ufeffsteps = 12").steps == 12
+
+
 def test_values_of_every_kind(tmp_path):
     config = read(
         tmp_path,

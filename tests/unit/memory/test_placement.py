@@ -181,6 +181,7 @@ def test_a_wrong_device_map_is_found_before_anything_is_loaded(checkpoint, conte
         ("nested.toml", '"" = "cpu"\n[blocks]\n1 = "disk"'),
         ("flat.TOML", '"" = "cpu"\n"blocks.1" = "disk"'),
         ("rest.json", '{"": "cpu", "blocks": {"1": {"": "disk"}}}'),
+        ("marked.toml", '\ufeff"" = "cpu"\n"blocks.1" = "disk"'),
     ],
 )
 def test_device_maps_from_files(tmp_path, name, text):

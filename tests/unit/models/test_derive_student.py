@@ -207,12 +207,14 @@ def test_heads_and_units_are_chosen_by_what_they_do(plan_of):
     teacher = make_teacher(TINY)
     teacher.blocks[1].attn1.to_out[0].weight[:, 24:48] *= 3
     teacher.blocks[1].attn1.to_out[0].weight[:, 72:] *= 3
-    teacher.blocks[1].ffn.net[0].proj.weight[7] *= 9
+    teacher.blocks[1].ffn.net[0].proj.weight[7:9] *= 9
+    teacher.blocks[1].ffn.net[2].weight[:, 8] *= 0.01
     plan = plan_of(teacher, num_heads=2, ffn_dim=64)
     read = teacher.state_dict().__getitem__
     indices = choose_indices(read, teacher.state_dict(), teacher.config, plan.config, "importance")
     assert indices["blocks.1.self heads"].tolist() == [*range(24, 48), *range(72, 96)]
     assert 7 in indices["blocks.1.units"]
+    assert 8 not in indices["blocks.1.units"], "what goes in counts for little where little comes out"
     even = choose_indices(read, teacher.state_dict(), teacher.config, plan.config, "even")
     assert even["blocks.1.self heads"].tolist() == [*range(24), *range(48, 72)]
     assert even["residual"].tolist() == list(range(0, 96, 2))

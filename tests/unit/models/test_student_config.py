@@ -55,6 +55,12 @@ def test_toml(tmp_path):
     assert (plan.image_size, plan.num_frames, plan.layers, plan.config["num_layers"]) == ((64, 96), 9, (0, 2), 2)
 
 
+@pytest.mark.parametrize(("name", "text"), [("student.json", '{"depth": 2}'), ("student.toml", "depth = 2")])
+def test_files_that_begin_with_a_byte_order_mark(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read_student_config(tmp_path / name, TINY).config["num_layers"] == 2
+
+
 def test_a_described_student_of_a_large_teacher(read):
     described = {"model_type": "WanLiteStudent", "hidden_size": 1024, "depth": 16, "num_heads": 16, "num_channels": 4}
     described |= {"image_size": 1024, "patch_size": 16, "text_max_length": 77, "text_encoder_output_dim": 4096}
@@ -118,11 +124,11 @@ def test_layers_are_filled_in_later(read):
         ({"ffn_dim": 257}, "of 257, its teacher of 256"),
         ({"freq_dim": 66}, "of 66, its teacher of 64"),
         ({"freq_dim": 33}, "sines and cosines"),
-        ({"depth": 0}, "num_layers is 0"),
-        ({"depth": -1}, "num_layers is -1"),
-        ({"depth": 1.5}, "num_layers is 1.5"),
-        ({"depth": True}, "num_layers is True"),
-        ({"depth": None}, "num_layers is None"),
+        ({"depth": 0}, "depth is 0"),
+        ({"depth": -1}, "depth is -1"),
+        ({"depth": 1.5}, "depth is 1.5"),
+        ({"depth": True}, "depth is True"),
+        ({"depth": None}, "depth is None"),
         ({"mlp_ratio": float("nan")}, "mlp_ratio is nan"),
         ({"mlp_ratio": "2"}, "mlp_ratio is '2'"),
         ({"eps": 0}, "eps is 0"),

@@ -69,7 +69,7 @@ def test_a_vae_leaves_its_average_and_itself():
     [
         ({}, 1),
         ({"guidance_weight": 1.0, "output_weight": 0.0, "guidance_scale": 3.0}, 2),
-        ({"guidance_weight": 1.0, "feature_weight": 1.0, "guidance_scale": 3.0}, 3),
+        ({"guidance_weight": 1.0, "feature_weight": 1.0, "guidance_scale": 3.0}, 2),
         ({"guidance_scale": 3.0}, 1),
         ({"output_weight": 0.0, "data_weight": 1.0}, 0),
     ],

@@ -59,7 +59,7 @@ USE = Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 
         Training(
             student=USE.changed(trains="everything", config={**SIZES["tiny"].transformer, "num_layers": 2}),
             teacher=USE.changed(name="teacher"),
-            teacher_passes=3,
+            teacher_passes=2,
             matches_features=True,
         ),
         Training(student=USE.changed(trains="everything", pixels=PixelDecoder(TINY_VAE, is_checkpointed=True)), clips=False),

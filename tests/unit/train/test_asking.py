@@ -1,10 +1,12 @@
 """What a teacher is asked beforehand: other answers have other names, and nobody is left out."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from wandistiller.config.distill import DistillConfig
 from wandistiller.distributed.ranks import Ranks
@@ -61,6 +63,13 @@ def test_what_answers_depend_on_is_in_their_names(asked, changes):
     assert set(files(prepare(folder, **data, **changes), questions)).isdisjoint(before)
 
 
+def test_answers_with_and_without_guidance_have_other_names_at_the_same_scale(asked):
+    data, folder, questions, _ = asked
+    plain = files(prepare(folder, **data, guidance_scale=3.0), questions)
+    guided = files(prepare(folder, **data, guidance_scale=3.0, guidance_weight=1.0, output_weight=0.0), questions)
+    assert set(plain).isdisjoint(guided)
+
+
 @pytest.mark.parametrize("name", ["teacher_path", "dtype", "size", "vae_checkpoint"])
 def test_what_was_encoded_is_in_their_names(asked, other_pipeline, tmp_path, name):
     data, _, _, before = asked
@@ -74,6 +83,25 @@ def test_what_was_encoded_is_in_their_names(asked, other_pipeline, tmp_path, nam
     # Prompts are never seen by the VAE.
     is_same = name == "vae_checkpoint" and data is PROMPTS
     assert set(files(job, open_questions(job))).isdisjoint(before) != is_same
+
+
+@pytest.mark.parametrize("name", ["second expert", "boundary", "solver"])
+def test_all_of_a_teacher_of_two_experts_is_in_their_names(two_expert_folder, tiny_folder, tmp_path, name):
+    folder = tmp_path / "pipeline"
+    shutil.copytree(two_expert_folder, folder)
+    job = prepare(tmp_path, **{**PROMPTS, "teacher_path": str(folder)})
+    before = files(job, open_questions(job))
+    if name == "second expert":
+        path = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
+        weights = load_file(path)
+        save_file({**weights, "proj_out.bias": weights["proj_out.bias"] + 1}, path)
+    elif name == "boundary":
+        index = json.loads((folder / "model_index.json").read_text())
+        (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.5}))
+    else:
+        shutil.copytree(tiny_folder / "scheduler", folder / "scheduler", dirs_exist_ok=True)
+    job = prepare(tmp_path, **{**PROMPTS, "teacher_path": str(folder)})
+    assert set(files(job, open_questions(job))).isdisjoint(before)
 
 
 OF_DATA = [{"sigma_mean": 3.0}, {"sigma_std": 2.0}, {"sigma_sampling": "uniform"}, {"teacher_draws": 2}]

@@ -59,7 +59,9 @@ def test_guidance_is_the_pipelines_own_formula(models, question):
     teacher = Teacher(Shelf(models[:1]), empty, device=CPU, dtype=torch.float32)
     noisy, sigma, _ = question
     plain, without = direct(models[0], *question), direct(models[0], noisy, sigma, empty.expand(3, -1, -1))
-    torch.testing.assert_close(teacher.answer(*question, scale=4.0).velocity, without + 4.0 * (plain - without))
+    answer = teacher.answer(*question, scale=4.0)
+    torch.testing.assert_close(answer.velocity, without + 4.0 * (plain - without))
+    torch.testing.assert_close(answer.plain, plain)
 
 
 def test_each_expert_gets_its_own_side_of_the_boundary(models, question):
@@ -72,6 +74,11 @@ def test_each_expert_gets_its_own_side_of_the_boundary(models, question):
         torch.testing.assert_close(answer.velocity[row], alone[0], rtol=1e-4, atol=1e-5)
     assert shelf.asked == [0, 1], "each is loaded once"
     assert len(answer.features) == 2 and answer.features[0].shape[0] == 3
+    torch.testing.assert_close(teacher.answer(*question, scale=4.0).plain, answer.velocity)
+    # Experts answer in their own order: an order that is not its own inverse shows answers that are not put back.
+    rolled = teacher.answer(*(each.roll(-1, 0) for each in question), blocks=[0])
+    torch.testing.assert_close(rolled.velocity, answer.velocity.roll(-1, 0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rolled.features[0], answer.features[0].roll(-1, 0), rtol=1e-4, atol=1e-5)
 
 
 def test_an_expert_that_others_ask_computes_along_and_changes_nothing(models, question):
@@ -98,7 +105,8 @@ class GaussianTeacher:
     def answer(self, noisy, sigma, text, *, scale=1.0, blocks=()):
         view = sigma.view(-1, 1, 1, 1, 1)
         variance = (1 - view) ** 2 * self.s**2 + view**2
-        return Answer((view - (1 - view) * self.s**2) / variance * noisy)
+        velocity = (view - (1 - view) * self.s**2) / variance * noisy
+        return Answer(velocity, velocity)
 
 
 def test_trajectories_lie_where_the_flow_goes():
@@ -120,14 +128,19 @@ def test_trajectories_lie_where_the_flow_goes():
 class ScaledTeacher:
     """Says as many times what it is asked as it is guided."""
 
+    num_asked = 0
+
     def answer(self, noisy, sigma, text, *, scale=1.0, blocks=()):
-        return Answer(scale * noisy)
+        self.num_asked += 1
+        return Answer(scale * noisy, noisy)
 
 
 @pytest.mark.parametrize("learns_guided", [False, True])
 def test_guidance_leads_the_way_and_is_the_target_where_it_is_learnt(learns_guided):
     how = {"solver": "euler", "num_steps": 2, "shift": 2.0, "scale": 3.0, "seed": 3, "draw": 0, "device": CPU}
-    found = roll_out(ScaledTeacher(), torch.zeros(1, 1, 1), [4], (2, 1, 3, 3), **how, learns_guided=learns_guided)
+    teacher = ScaledTeacher()
+    found = roll_out(teacher, torch.zeros(1, 1, 1), [4], (2, 1, 3, 3), **how, learns_guided=learns_guided)
+    assert teacher.num_asked == 2, "once a step, for the way and the target"
     torch.testing.assert_close(found.target, (3.0 if learns_guided else 1.0) * found.noisy)
     first, second, _ = euler_schedule(2, 2.0).sigmas
     torch.testing.assert_close(found.noisy[1], found.noisy[0] + (second - first) * 3.0 * found.noisy[0])

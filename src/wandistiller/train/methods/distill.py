@@ -131,11 +131,13 @@ class Distillation:
         elif weights.needs_teacher:
             assert self._teacher is not None
             blocks = self._matched.teacher if self._matched is not None else ()
+            scale = self._scale if weights.guidance else 1.0
+            answer = self._teacher.answer(noisy, sigma, text, scale=scale, blocks=blocks)
+            features = answer.features
             if weights.output or blocks:
-                answer = self._teacher.answer(noisy, sigma, text, blocks=blocks)
-                targets["output"], features = answer.velocity, answer.features
+                targets["output"] = answer.plain
             if weights.guidance:
-                targets["guidance"] = self._teacher.answer(noisy, sigma, text, scale=self._scale).velocity
+                targets["guidance"] = answer.velocity
         if weights.data:
             targets["data"] = velocity_target(tensors["latents"], tensors["noise"])
         if self._adapter is not None:

@@ -51,7 +51,7 @@ class ToyTeacher:
         self.sigmas.append(sigma)
         self.asked.append((scale, tuple(blocks)))
         outputs = {0: 2 * noisy, 1: 3 * noisy}
-        return Answer((5.0 if scale > 1 else 3.0) * noisy, [outputs[index] for index in blocks])
+        return Answer((5.0 if scale > 1 else 3.0) * noisy, 3.0 * noisy, [outputs[index] for index in blocks])
 
 
 def make_batch(**more):
@@ -90,7 +90,7 @@ def test_objectives_add_up_by_their_weights():
     losses = method.losses(batch)
     torch.testing.assert_close(losses.total, expected)
     torch.testing.assert_close(losses.metrics["guidance_loss"], (3.5 * noisy).square().mean())
-    assert [scale for scale, _ in teacher.asked] == [1.0, 4.0]
+    assert [scale for scale, _ in teacher.asked] == [4.0], "one answer has both"
 
 
 def test_features_of_matched_blocks_count_relative_to_the_teachers():
@@ -137,6 +137,10 @@ def test_a_student_of_other_channels_is_asked_and_answered_through_its_adapter()
     given = (1 - sigma) * data + sigma * noise
     method, _, _ = make(Objectives(), adapter=ChannelAdapter(matrix, mean, std))
     torch.testing.assert_close(method.losses(batch).total, (1.5 * given - (noise - data)).square().mean())
+    # Of several targets the teacher's says what the student is given.
+    real = mapped(batch.tensors["noise"]) - down(batch.tensors["latents"])
+    both, _, _ = make(Objectives(data=1.0), adapter=ChannelAdapter(matrix, mean, std))
+    torch.testing.assert_close(both.losses(batch).metrics["data_loss"], (1.5 * given - real).square().mean())
     data, noise = down(batch.tensors["latents"]), mapped(batch.tensors["noise"])
     errors = (1.5 * ((1 - sigma) * data + sigma * noise) - (noise - data)).square().flatten(1).mean(1)
     torch.testing.assert_close(method.held_out_errors(batch.tensors), errors)
