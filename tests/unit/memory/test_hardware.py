@@ -9,6 +9,7 @@ import torch
 from wandistiller.errors import UsageError
 from wandistiller.memory.durations import step_seconds, streamed
 from wandistiller.memory.hardware import CARDS, H200, Hardware, described, detect, find_card
+from wandistiller.memory.monitor import DeviceMemory
 from wandistiller.memory.rates import launch_seconds, pageable_rate
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Training
@@ -121,3 +122,14 @@ def test_the_hosts_rate_is_measured_where_it_is_asked_for():
     assert here.host_rate is None and here.update_rate > 1e8
     assert 1e-7 < launch_seconds(torch.device("cpu")) < 0.1
     assert pageable_rate(torch.device("cpu")) > 1e8
+
+
+def test_a_card_that_nobody_knows_says_nothing_about_the_host(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Unheard-of 1")
+    nothing, all_of_it = Bytes(0), Bytes(2**34)
+    memory = DeviceMemory(allocated=nothing, reserved=nothing, peak=nothing, free=all_of_it, total=all_of_it)
+    monkeypatch.setattr("wandistiller.memory.monitor.device_memory", lambda device: memory)
+    found = detect(measures=False)
+    assert found.card.matmul["bfloat16"] == pytest.approx(1e14) and found.update_rate == 40e9
