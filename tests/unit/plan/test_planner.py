@@ -23,6 +23,7 @@ from wandistiller.train.prediction import predict_train
 from wandistiller.units import Bytes
 
 TRAIN = ["train", "--model", "wan2.1-1.3b", "--frames", "1", "--width", "256", "--height", "256"]
+DISTILL = ["distill", "--teacher-path", "wan2.1-1.3b", "--frames", "1"]
 MACHINE = ["--card", "rtx4090", "--ram", "64GiB"]
 CARD = described(card="rtx4090", host_memory=Bytes(2**36))
 
@@ -162,6 +163,10 @@ def test_nothing_fits(capsys):
         (["plan", "train", "--model", "wan2.2-a14b", "--lora-rank", "8", *MACHINE], "Give --expert high or --expert low"),
         (["plan", "train", "--model", "wan2.1-i2v-14b", *MACHINE], "Only text-to-video models can be trained"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--placement", "offload", *MACHINE, "--gpus", "8"], "cannot each offload"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--parallel", "fsdp", *MACHINE], "torchrun did not start this"),
+        (["plan", *TRAIN, "--parallel", "hsdp", "--shard-size", "3", *MACHINE, "--gpus", "4"], "into groups of 3"),
+        (["plan", *DISTILL, "--teacher-device-strategy", "sharded", *MACHINE], "sharded was given, but torchrun"),
+        (["plan", *DISTILL, "--teacher-device-strategy", "balanced", *MACHINE, "--gpus", "2"], "each of 2 ranks has one"),
         (["plan", "sample"], "nothing to sample from"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--card", "h200", "--verify"], "there is no GPU here"),
     ],
