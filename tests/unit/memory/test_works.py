@@ -1,5 +1,7 @@
 """Works that are foreseen: what their tables add up to, where memory is counted, and how long updates on the host take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,6 +56,13 @@ def test_a_second_batch_finds_the_gradients_of_the_first_there():
     gradients = sizes(phase)[("student", "added gradients")]
     assert gradients == pytest.approx(WEIGHTS, rel=0.01)
     assert phase.peak == held + sizes(phase)[("student", "weights")] + gradients + alone
+
+
+def test_all_batches_of_a_step_are_there_from_its_beginning():
+    one, three = (sizes(Training(student=TRAINED, accumulation=count).phase(CARD))[("", "batch")] for count in (1, 3))
+    assert three == 3 * one
+    values = 2 * 8 * 2 * 16 * 16 + 8 * CONFIG["text_dim"] + 1  # latents and noise, text, sigma
+    assert 4 * values <= one < 4 * values + 4 * 512
 
 
 def test_gradients_of_masters_take_the_place_of_short_ones():
@@ -170,6 +179,24 @@ def test_a_rank_spreads_its_teacher_over_its_own_card():
     two = described(card="rtx4090", num_cards=2, host_memory=Bytes(2**36))
     found = sizes(Passes(use=USE, placing=Placing(name="balanced", cards=1)).phase(two))
     assert found[("student", "weights")] == pytest.approx(WEIGHTS, rel=0.05)
+
+
+@pytest.mark.parametrize(("slices", "rate"), [(1, None), (4, 2e6), (8, 1e6)], ids=["whole", "in a machine", "in two"])
+def test_a_pass_of_a_sharded_teacher_waits_for_its_weights(slices, rate):
+    """By hand: a rank has its slice, and gets the others over the links of a machine, or over the network."""
+    machines = described(card="rtx4090", num_cards=4, num_nodes=2, host_memory=Bytes(2**36), network_rate=1e6)
+    machines = replace(machines, card=replace(machines.card, link_rate=2e6))
+    gathered = WEIGHTS * (slices - 1) / slices / rate if rate else 0.0
+    asked = Passes(use=USE, passes=2, slices=slices).phase(machines)
+    assert asked.exchange == pytest.approx(2 * gathered)
+    teacher = {"teacher": USE.changed(name="teacher"), "teacher_passes": 3, "teacher_slices": slices}
+    alone = Training(student=TRAINED, accumulation=2)
+    work = replace(alone, **teacher)
+    together, student = work.phase(machines), alone.phase(machines)
+    assert together.exchange - student.exchange == pytest.approx(6 * gathered)
+    if rate:
+        assert asked.seconds == pytest.approx(2 * gathered), "far longer than it computes"
+        assert together.seconds - student.seconds == pytest.approx(6 * gathered)
 
 
 def test_a_sharded_teacher_is_in_slices_and_two_blocks():

@@ -1,6 +1,7 @@
 """What whole jobs are foreseen to take: phases, disks and ranks, from flags alone."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +94,13 @@ def test_a_first_frame_is_encoded_and_looked_at():
     config = SampleConfig(model="tiny", prompt=("a",), image="x.png", width=64, height=64, frames=5)
     names = [phase.name for phase in predict_sample(config, shapes, CARD).phases]
     assert names[:2] == ["encoding the picture", "looking at the picture"]
+
+
+def test_a_job_is_told_by_its_steps_however_few_there_are():
+    config = SampleConfig(model="tiny", prompt=("a",), width=64, height=64, frames=17, steps=1, output=Path("a.mp4"))
+    found = predict_sample(config, SHAPES, CARD)
+    seconds = {phase.name: phase.seconds for phase in found.phases}
+    assert seconds["decoding"] > seconds["denoising"] == found.step_seconds
 
 
 def test_a_smaller_batch_of_trajectories_is_predicted():
