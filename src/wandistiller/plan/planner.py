@@ -94,7 +94,10 @@ class Plan:
         """What to type for the best way."""
         if self.best is None:
             return None
-        line = command_line(self.request.command, self.request.job, self.best.changes)
+        return self.launched(command_line(self.request.command, self.request.job, self.best.changes))
+
+    def launched(self, line: str) -> str:
+        """Return a command as it is started on all ranks."""
         if self.hardware.num_ranks == 1 or self.request.command == "sample":
             return line
         return " ".join([*launch_words(self.hardware.num_nodes, self.hardware.num_cards), line])

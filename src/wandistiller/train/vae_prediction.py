@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.loader import Batch
+from wandistiller.errors import UsageError
 from wandistiller.memory.durations import step_seconds
 from wandistiller.memory.encoder_phases import extended
 from wandistiller.memory.estimates import Estimate, Item, Phase
@@ -42,6 +43,11 @@ _FEW, _LEAST_GROWTH = 5, 0.4
 
 def predict_train_vae(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train-vae`` takes."""
+    flag = "--cuda-graphs" if config.cuda_graphs else f"--parallel {config.parallel}" if config.is_sharded else None
+    if flag is not None:
+        raise UsageError(
+            f"There is no plan yet for a VAE that is trained with {flag}.", fix="Leave it away to plan without it."
+        )
     work = vae_step(config, shapes, hardware)
     counts = {name: sum(each.numel() for each in found) for name, found in work.trained(work.build()).items()}
     average = counts["vae"] if config.use_ema else 0

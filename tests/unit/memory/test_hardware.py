@@ -110,6 +110,11 @@ def test_ranks_keep_slices_and_exchange_what_a_ring_passes():
         seconds = Training(student=use, parallel=parallel).exchange_seconds(machine)
         assert seconds == pytest.approx(num_bytes * 3 / 4 / machine.card.link_rate)
     assert Training(student=use).exchange_seconds(described(card="h100", host_memory=Bytes(2**36))) == 0
+    # With hsdp the same inside of a machine, for each of two batches; between two machines the sums of a slice, once.
+    two = described(card="h100", num_cards=4, num_nodes=2, host_memory=Bytes(2**36), network_rate=1e9)
+    inside, between = (2 * 2 * 2 * count + 4 * count) * 3 / 4, 2 * 4 * count / 4 * 1 / 2
+    seconds = Training(student=use, parallel="hsdp", accumulation=2).exchange_seconds(two)
+    assert seconds == pytest.approx(inside / machine.card.link_rate + between / 1e9)
     whole, slices = (Training(student=use, parallel=each).phase(machine) for each in ("ddp", "fsdp"))
     assert whole.exchange == pytest.approx(passed["ddp"] * 3 / 4 / machine.card.link_rate)
     sizes = [{item.kind: item.size for item in phase.items if item.where == "device"} for phase in (whole, slices)]

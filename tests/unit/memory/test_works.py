@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wandistiller.memory.durations import Seconds, updated_on_host
+from wandistiller.memory.durations import Seconds, step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import described
@@ -105,6 +105,26 @@ def test_a_teacher_on_the_cpu_works_in_host_memory():
 @pytest.mark.parametrize(("clips", "update", "expected"), [(True, 5, 8), (False, 6, 6), (True, 1, 5), (False, 1, 5)])
 def test_updates_on_the_host_run_beside_the_next_forward_or_all_the_step(clips, update, expected):
     assert updated_on_host(Seconds(2.0, 3.0), update, clips=clips) == expected
+
+
+def test_ranks_that_compute_on_the_host_each_take_of_it():
+    estimate = Estimate(phases=(Phase(name="training", peak=Bytes(10), reserved=Bytes(10)),), ranks=4)
+    small, large = (described(num_cards=0, host_memory=Bytes(size)) for size in (43, 45))
+    assert "needs 40 B of host memory" in estimate.lacks(small)[0] and not estimate.lacks(large)
+
+
+@pytest.mark.parametrize(
+    ("changes", "passed"),
+    [({}, 28 + 12), ({"clips": False}, 28), ({"averages": True}, 28 + 12 + 12)],
+    ids=["clipped", "plain", "averaged"],
+)
+def test_an_update_takes_what_it_reads_and_writes(changes, passed):
+    """By hand, in bytes a weight: weight, gradient and two moments; the norm and the clipping; the average."""
+    work, nothing = Training(student=TRAINED, **changes), Training(student=USE, **changes)
+    slow = replace(CARD, card=replace(CARD.card, bandwidth=1.0, matmul=dict.fromkeys(CARD.card.matmul, 1e30)))
+    tape = step_seconds(TRAINED.tape, TRAINED.repeats, slow).total
+    assert nothing.seconds(CARD) == pytest.approx(step_seconds(USE.tape, USE.repeats, CARD).total)
+    assert work.seconds(slow) - tape == pytest.approx(passed * WEIGHTS / 4, rel=1e-3)
 
 
 def test_gradients_that_are_added_up_on_the_host_are_in_float32():

@@ -143,6 +143,15 @@ def test_the_plan_can_be_run_from_its_file(tmp_path, capsys, lora):
     assert "What fits" in capsys.readouterr().out
 
 
+def test_a_file_for_several_ranks_is_run_by_all_of_them(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    data = ["--dataset-path", "world:100:1x64x64", "--width", "64", "--height", "64", "--frames", "1"]
+    machine = [*MACHINE, "--gpus", "2", "--parallel", "fsdp"]
+    assert main(["plan", "train", "--model", "tiny", *data, *machine, "--write", str(file)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"run it with: torchrun --nproc-per-node=2 -m wandistiller train --config {file}" in said
+
+
 def test_nothing_fits(capsys):
     assert main(["plan", *TRAIN, "--gpu", "100MiB", "--ram", "64GiB"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
@@ -167,6 +176,8 @@ def test_nothing_fits(capsys):
         (["plan", *TRAIN, "--parallel", "hsdp", "--shard-size", "3", *MACHINE, "--gpus", "4"], "into groups of 3"),
         (["plan", *DISTILL, "--teacher-device-strategy", "sharded", *MACHINE], "sharded was given, but torchrun"),
         (["plan", *DISTILL, "--teacher-device-strategy", "balanced", *MACHINE, "--gpus", "2"], "each of 2 ranks has one"),
+        (["plan", "train-vae", "--model", "wan2.1-1.3b", "--cuda-graphs", *MACHINE], "no plan yet for a VAE"),
+        (["plan", "train-vae", "--model", "tiny", "--parallel", "fsdp", *MACHINE, "--gpus", "2"], "with --parallel fsdp"),
         (["plan", "sample"], "nothing to sample from"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--card", "h200", "--verify"], "there is no GPU here"),
     ],
