@@ -10,6 +10,7 @@ from typing import Any
 from wandistiller.config.command import CommandConfig, command_line, launch_words
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.plan import PlanConfig, PlanRequest, parse_rate
+from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.training import TrainingConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
@@ -19,9 +20,11 @@ from wandistiller.memory.estimates import Estimate, fits
 from wandistiller.memory.hardware import Hardware, described
 from wandistiller.memory.raw_reads import read_rate
 from wandistiller.models.shapes import Shapes, find_shapes
+from wandistiller.models.sizes import SIZES
 from wandistiller.plan.bounds import least_on_card
 from wandistiller.plan.candidates import Changes, Way, all_ways, is_left_to_the_program
 from wandistiller.plan.search import Option, Search, Untried
+from wandistiller.sample.conditioning import check_image, image_inputs
 from wandistiller.sample.prediction import predict_sample
 from wandistiller.train.prediction import media_phase, predict_distill, predict_train
 from wandistiller.train.start_checks import (
@@ -174,6 +177,9 @@ def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:
         check_sharded_teacher(job, is_rank=is_started)
         if hardware.card is not None:
             check_spread_teacher(job, ranks_here, 1)
+    if isinstance(job, SampleConfig) and job.model in SIZES:  # of others their files know more
+        transformer = shapes.transformers[0]
+        check_image(job.image, image_inputs(transformer, shapes.size.expand_timesteps), transformer)
 
 
 def find_hardware(options: PlanConfig, model: str) -> Hardware:

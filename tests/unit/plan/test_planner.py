@@ -178,6 +178,8 @@ def test_nothing_fits(capsys):
         (["plan", *DISTILL, "--teacher-device-strategy", "balanced", *MACHINE, "--gpus", "2"], "each of 2 ranks has one"),
         (["plan", "train-vae", "--model", "wan2.1-1.3b", "--cuda-graphs", *MACHINE], "no plan yet for a VAE"),
         (["plan", "train-vae", "--model", "tiny", "--parallel", "fsdp", *MACHINE, "--gpus", "2"], "with --parallel fsdp"),
+        (["plan", "sample", "--model", "wan2.1-14b", "--image", "a.png", *MACHINE], "draws from text alone"),
+        (["plan", "sample", "--model", "wan2.1-i2v-14b", *MACHINE], "no picture was given"),
         (["plan", "sample"], "nothing to sample from"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--card", "h200", "--verify"], "there is no GPU here"),
     ],
