@@ -39,13 +39,13 @@ class PlanConfig(CommandConfig):
     """Machines, each with --gpus cards."""
 
     ram: str | None = None
-    """Host memory of the machine to plan for, such as 64GiB. Default: what is free here."""
+    """Host memory of the machine to plan for, such as 64GiB. Default: what is free here; for another card, all that is here."""
 
     bus: str | None = None
     """Host to card, such as 25GB/s. Default: measured here, or 25GB/s for another machine."""
 
     disk: str | None = None
-    """Reading from disk, such as 3GB/s. Default: 2GB/s."""
+    """Reading from disk, such as 3GB/s. Default: measured here on the model's own files, or 2GB/s."""
 
     network: str | None = None
     """Between machines, for each card, such as 25GB/s. Default: 10GB/s."""

@@ -45,22 +45,27 @@ def choose_parallel(asked: ParallelName, shard_size: int | None, ranks: Ranks) -
 
     ``auto`` that nobody has settled is DDP: the whole model on each card is the fastest where it fits.
     """
-    if asked != "auto" and not is_rank():
+    # Inside of a machine the links are fast; between machines only gradients travel, once a step.
+    size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_parallel(asked, size, ranks.world_size if is_rank() else None)
+    if asked in ("auto", "ddp"):
+        return Parallel("ddp")
+    if asked == "fsdp":
+        return Parallel("fsdp", ranks.world_size)
+    return Parallel("hsdp", size)
+
+
+def check_parallel(asked: ParallelName, shard_size: int, num_ranks: int | None) -> None:
+    """Raise ``UsageError`` for what so many ranks cannot do; None where torchrun starts nothing."""
+    if asked != "auto" and num_ranks is None:
         raise UsageError(
             f"--parallel {asked} was given, but torchrun did not start this.",
             why="it says how several processes train together.",
             fix="Start it with torchrun, or leave --parallel away.",
         )
-    if asked in ("auto", "ddp"):
-        return Parallel("ddp")
-    if asked == "fsdp":
-        return Parallel("fsdp", ranks.world_size)
-    # Inside of a machine the links are fast; between machines only gradients travel, once a step.
-    size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks.world_size % size:
+    if asked == "hsdp" and num_ranks is not None and num_ranks % shard_size:
         raise UsageError(
-            f"{ranks.world_size} ranks cannot be split into groups of {size}.",
+            f"{num_ranks} ranks cannot be split into groups of {shard_size}.",
             why="with --parallel hsdp each group holds the model once.",
             fix="Give a --shard-size that divides the number of ranks, or use --parallel fsdp.",
         )
-    return Parallel("hsdp", size)

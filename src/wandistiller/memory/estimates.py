@@ -45,7 +45,8 @@ class Phase:
     """Of one step."""
     exchange: float = 0.0
     """Of one step: time in which ranks send each other weights and gradients, beside the computation."""
-    num_steps: int = 1
+    num_steps: int = 0
+    """Steps that a job takes of it; 0 for what is done once for each sample, before or after them."""
     work: Any = None
     """What is done, for whoever wants to try it."""
 
@@ -93,7 +94,7 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        """Of the phase that the job is about, which is the longest."""
+        """Of the steps that the job is about: where there are several kinds, of those that take the longest together."""
         return max(self.phases, key=lambda phase: phase.seconds * phase.num_steps).seconds if self.phases else 0.0
 
     def lacks(self, hardware: Hardware) -> list[str]:

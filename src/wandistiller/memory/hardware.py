@@ -179,10 +179,10 @@ def detect(*, measures: bool = True) -> Hardware:
     cpu = 2e11
     if measures:
         cpu = matmul_rate(torch.device("cpu"), fastest_cpu_dtype() if has_card else torch.float32)
-    rate = None if measures else 40e9
+    host_rate = None if measures else 40e9
     host = available_host_memory()
     if not has_card:
-        return Hardware(card=None, num_cards=0, host_memory=host, host_flops=cpu, host_rate=rate)
+        return Hardware(card=None, num_cards=0, host_memory=host, host_flops=cpu, host_rate=host_rate)
     device = torch.device("cuda", torch.cuda.current_device())
     memory = device_memory(device)
     name = torch.cuda.get_device_name(device)
@@ -201,7 +201,7 @@ def detect(*, measures: bool = True) -> Hardware:
         bus_rate=copy_rate(device) if measures else 25e9,
         pageable=None if measures else 6e9,
         host_flops=cpu,
-        host_rate=rate,
+        host_rate=host_rate,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from wandistiller.memory.allocator_model import AllocatorModel, expandable_segments
-from wandistiller.memory.tape import BACKWARD, Key, Tape
+from wandistiller.memory.tape import BACKWARD, UPDATE, Key, Tape
 from wandistiller.units import Bytes
 
 _NEVER = 2**62
@@ -19,6 +19,8 @@ class _Life:
     num_bytes: int
     begin: int
     end: int = _NEVER
+    is_used_up: bool = False
+    """Whether an update was its end."""
 
     def is_there(self, moment: int) -> bool:
         return self.begin <= moment < self.end
@@ -34,6 +36,8 @@ class Played:
     """Made by the step and alive when its backward began."""
     left: dict[tuple[int, Key], int]
     """Made by the step and still there at its end: gradients."""
+    gradients: Bytes
+    """These, and those that updates on the way have used up."""
     at_peak: dict[str, Bytes]
     """What the step had made that was there at the worst moment, by kind."""
 
@@ -94,10 +98,11 @@ class Scene:
                         if allocator.peak_allocated > peak:
                             peak, worst = allocator.peak_allocated, moment
                     else:
-                        lives[key].end = moment
+                        lives[key].end, lives[key].is_used_up = moment, part.place[0].startswith(UPDATE)
                         allocator.free(key)
         left = {key: life.num_bytes for key, life in lives.items() if life.end == _NEVER}
-        return Played(Bytes(peak), Bytes(kept), left, _kinds(lives.values(), worst, backward, peak - before))
+        gradients = sum(left.values()) + sum(life.num_bytes for life in lives.values() if life.is_used_up)
+        return Played(Bytes(peak), Bytes(kept), left, Bytes(gradients), _kinds(lives.values(), worst, backward, peak - before))
 
     def exchange(self, played: Played, role: str, kind: str, sizes: Iterable[int]) -> Played:
         """Hold tensors that take the place, one by one, of what a step left and is half as large: its gradients in 16 bits."""
@@ -123,11 +128,11 @@ class Scene:
 
 
 def _kinds(lives: Iterable[_Life], moment: int, backward: int, total: int) -> dict[str, Bytes]:
-    """Sort what was there at a moment: gradients stay, what is kept was there when backward began, the rest is passing."""
+    """Sort what was there at a moment: gradients stay until an update, what is kept was there before, the rest passes."""
     gradients = kept = 0
     for life in lives:
         if life.is_there(moment):
-            is_left = life.end == _NEVER and backward != _NEVER
+            is_left = (life.end == _NEVER or life.is_used_up) and backward != _NEVER
             gradients += life.num_bytes if is_left else 0
             kept += life.num_bytes if not is_left and backward != _NEVER and life.is_there(backward) else 0
     sizes = {"gradients": gradients, "kept activations": kept, "working memory": total - gradients - kept}

@@ -165,7 +165,7 @@ class Stage:
         self._passing = max(self._passing, played.peak)
         self._moments.append({**held, **{(role, kind): size for kind, size in played.at_peak.items()}})
         # What was kept may have been used up at the worst moment, and gradients be there instead.
-        self._apart.append({(role, "kept activations"): played.kept, (role, "gradients"): Bytes(sum(played.left.values()))})
+        self._apart.append({(role, "kept activations"): played.kept, (role, "gradients"): played.gradients})
         return played
 
     def note(self, role: str = "", played: Played | None = None) -> None:
@@ -175,7 +175,7 @@ class Stage:
         rest = {"gradients": left, "working memory": self.scene.allocated - sum(held.values()) - left}
         self._moments.append({**held, **{(role, kind): Bytes(size) for kind, size in rest.items()}})
 
-    def finished(self, seconds: float, num_steps: int = 1) -> Phase:
+    def finished(self, seconds: float, num_steps: int = 0) -> Phase:
         """Return the phase."""
         self.note()
         worst = max(self._moments, key=lambda moment: sum(moment.values()))

@@ -24,6 +24,7 @@ NUM_BLOCKS = 6
 _MIDDLE = {False: 3, True: 2}
 """The one that stands for those in the middle, in forward and in backward: it comes after another of its kind."""
 BACKWARD = "backward of "
+UPDATE = "update of "
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,19 @@ class Tape:
 
     def with_added_gradients(self) -> Tape:
         """Return the tape of a step whose gradients are added to others as soon as they are made."""
-        ended = {key for part in self.parts for key, num_bytes in part.events if num_bytes < 0}
-        parts = []
+        before_updates = [part for part in self.parts if not part.place[0].startswith(UPDATE)]
+        ended = {key for part in before_updates for key, num_bytes in part.events if num_bytes < 0}
+        parts, added = [], set[Key]()
         for part in self.parts:
-            is_added = part.place[0].startswith(BACKWARD)
+            is_backward = part.place[0].startswith(BACKWARD)
             events = list[tuple[Key, int]]()
             for key, num_bytes in part.events:
+                if key in added:
+                    continue
                 events.append((key, num_bytes))
-                if is_added and num_bytes >= 0 and key not in ended:
+                if is_backward and num_bytes >= 0 and key not in ended:
                     events.append((key, -1))
+                    added.add(key)
             parts.append(replace(part, events=events))
         return Tape(parts)
 

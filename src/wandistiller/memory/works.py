@@ -37,6 +37,14 @@ def forward_seconds(use: Use, placing: Placing, hardware: Hardware) -> float:
     return placed_seconds(seconds, use, placing, hardware).total
 
 
+def gathered_seconds(use: Use, slices: int, hardware: Hardware) -> float:
+    """Return the time in which ranks bring a frozen transformer's slices together for one pass, beside the computation."""
+    is_within = slices <= max(hardware.num_cards, 1)
+    link = hardware.card.link_rate if hardware.card is not None else 1e10
+    weights = sum(each.nbytes for each in use.model.parameters())
+    return weights * (slices - 1) / slices / (link if is_within else hardware.network_rate)
+
+
 def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardware) -> Seconds:
     """Return the time of a step with the weights where they live."""
     if placing.name == "cpu" and hardware.card is not None:
@@ -143,7 +151,8 @@ class Training:
             gradients = [each.nbytes for each in stepped]
             # DDP collects gradients in buckets beside them; slices of them stay for the optimiser.
             scene.hold(student.name, "exchanged gradients", _cut(gradients, slices))
-        scene.hold("", "batch", _batch_bytes(student))
+        # All batches of a step are brought before its first.
+        scene.hold("", "batch", _batch_bytes(student) * self.accumulation)
         if self.is_recorded:
             self._record(stage)
         if student.to_host:
@@ -171,7 +180,8 @@ class Training:
         if self.drawing is not None:
             self.drawing.play(stage, _cut([each.nbytes for each in student.trained], slices) if self.averages else [])
         found = stage.finished(self.seconds(hardware), num_steps)
-        return replace(found, exchange=self.exchange_seconds(hardware), work=self)
+        exchange = self.exchange_seconds(hardware) + self._num_passes * self._teacher_exchange(hardware)
+        return replace(found, exchange=exchange, work=self)
 
     def _record(self, stage: Stage) -> None:
         """Try a step out and give back what it took; then hold what its recording keeps: gradients that stay where they are,
@@ -203,7 +213,7 @@ class Training:
         for item in on_host.items:
             where: Where = "host" if item.where == "device" else item.where
             stage.add(item.role, item.kind, where, item.size if item.at_peak is None else item.at_peak)
-        stage.scene.hold("", "batch", _batch_bytes(self.student))
+        stage.scene.hold("", "batch", _batch_bytes(self.student) * self.accumulation)
         return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
 
     def seconds(self, hardware: Hardware) -> float:
@@ -222,8 +232,17 @@ class Training:
             time += count * self._update_traffic / hardware.card.bandwidth / self.slices(hardware)
         time = max(time, self.exchange_seconds(hardware))
         if self.teacher is not None:
-            time += self.teacher_passes * self.accumulation * forward_seconds(self.teacher, self.teacher_placing, hardware)
+            alone = forward_seconds(self.teacher, self.teacher_placing, hardware)
+            time += self._num_passes * max(alone, self._teacher_exchange(hardware))
         return time
+
+    @property
+    def _num_passes(self) -> int:
+        """Passes of the teacher in a step."""
+        return self.teacher_passes * self.accumulation
+
+    def _teacher_exchange(self, hardware: Hardware) -> float:
+        return gathered_seconds(self.teacher, self.teacher_slices, hardware) if self.teacher is not None else 0.0
 
     @property
     def _update_traffic(self) -> int:
@@ -312,11 +331,13 @@ class Passes:
         stage.scene.hold("", "latents", self.held)
         for _ in range(2 if self.placing.name != "cpu" else 0):
             stage.scene.drop(stage.play(use))
-        return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
+        exchange = self.passes * gathered_seconds(self.use, self.slices, hardware)
+        return replace(stage.finished(self.seconds(hardware), num_steps), exchange=exchange, work=self)
 
     def seconds(self, hardware: Hardware) -> float:
         """Return the time of a step."""
-        return self.passes * forward_seconds(self.use, self.placing, hardware)
+        alone = forward_seconds(self.use, self.placing, hardware)
+        return self.passes * max(alone, gathered_seconds(self.use, self.slices, hardware))
 
 
 def _cut(sizes: list[int], slices: int) -> list[int]:

@@ -10,19 +10,30 @@ from typing import Any
 from wandistiller.config.command import CommandConfig, command_line, launch_words
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.plan import PlanConfig, PlanRequest, parse_rate
+from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
+from wandistiller.config.training import TrainingConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
+from wandistiller.distributed.parallel import check_parallel
 from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import Estimate, fits
 from wandistiller.memory.hardware import Hardware, described
 from wandistiller.memory.raw_reads import read_rate
 from wandistiller.models.shapes import Shapes, find_shapes
+from wandistiller.models.sizes import SIZES
 from wandistiller.plan.bounds import least_on_card
 from wandistiller.plan.candidates import Changes, Way, all_ways, is_left_to_the_program
 from wandistiller.plan.search import Option, Search, Untried
+from wandistiller.sample.conditioning import check_image, image_inputs
 from wandistiller.sample.prediction import predict_sample
 from wandistiller.train.prediction import media_phase, predict_distill, predict_train
-from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
+from wandistiller.train.start_checks import (
+    check_expert,
+    check_ranks,
+    check_sharded_teacher,
+    check_spread_teacher,
+    check_text_to_video,
+)
 from wandistiller.train.vae_prediction import predict_train_vae
 from wandistiller.units import Bytes
 
@@ -86,7 +97,10 @@ class Plan:
         """What to type for the best way."""
         if self.best is None:
             return None
-        line = command_line(self.request.command, self.request.job, self.best.changes)
+        return self.launched(command_line(self.request.command, self.request.job, self.best.changes))
+
+    def launched(self, line: str) -> str:
+        """Return a command as it is started on all ranks."""
         if self.hardware.num_ranks == 1 or self.request.command == "sample":
             return line
         return " ".join([*launch_words(self.hardware.num_nodes, self.hardware.num_cards), line])
@@ -151,12 +165,21 @@ def _exchange(option: Option) -> float:
 
 def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:
     """Raise ``UsageError`` for a job that would be refused when it is run."""
+    ranks_here, is_started = max(hardware.num_cards, 1), hardware.num_ranks > 1
+    if isinstance(job, TrainingConfig):
+        check_parallel(job.parallel, job.shard_size or ranks_here, hardware.num_ranks if is_started else None)
     if isinstance(job, TrainConfig):
         check_ranks(job, hardware.num_ranks)
         check_expert(job, len(shapes.transformers), shapes.size.boundary or 0.875)
         check_text_to_video(shapes.transformers[0], "trained")
     if isinstance(job, DistillConfig):
         check_text_to_video(shapes.transformers[0], "distilled")
+        check_sharded_teacher(job, is_rank=is_started)
+        if hardware.card is not None:
+            check_spread_teacher(job, ranks_here, 1)
+    if isinstance(job, SampleConfig) and job.model in SIZES:  # of others their files know more
+        transformer = shapes.transformers[0]
+        check_image(job.image, image_inputs(transformer, shapes.size.expand_timesteps), transformer)
 
 
 def find_hardware(options: PlanConfig, model: str) -> Hardware:

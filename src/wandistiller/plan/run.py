@@ -42,7 +42,8 @@ def run_plan(request: PlanRequest) -> Planned:
             raise UsageError("There is no plan to write: nothing fits.", fix="Take a smaller model, or a larger machine.")
         write_config(options.write, plan.best_job, request.command)
         if not options.json:
-            say(f"Wrote {options.write}; run it with: wandistiller {request.command} --config {options.write}")
+            line = f"wandistiller {request.command} --config {options.write}"
+            say(f"Wrote {options.write}; run it with: {plan.launched(line)}")
     comparisons = verify(plan) if options.verify and (plan.best is not None or not options.json) else []
     if options.json:
         print(as_json(plan, top=options.top, comparisons=comparisons))

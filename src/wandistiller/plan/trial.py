@@ -124,13 +124,14 @@ def _training(work: Training, device: torch.device, ends: Ends) -> Callable[[int
         optimisation = on_host
     else:
         optimisation = Optimisation(role.trained_parameters, options, precision, device, keeps_gradients=work.is_recorded)
-    batch = Batch(_tensors(student, device), ("",) * student.batch_size, 0, 0)
+    names = ("",) * student.batch_size
+    batches = [Batch(_tensors(student, device), names, 0, 0) for _ in range(work.accumulation)]
 
     def step(number: int) -> None:
-        for micro in range(work.accumulation):
+        for batch in batches:
             with autocast(precision, device):
                 loss = method.losses(batch).total
-            optimisation.backward(loss, is_last=micro == work.accumulation - 1)
+            optimisation.backward(loss, is_last=batch is batches[-1])
         optimisation.step(number)
         if average is not None:
             average.update(number)
@@ -242,7 +243,7 @@ def _text(work: TextEncoding, device: torch.device, ends: Ends) -> Callable[[int
 
 def _vae_training(work: VaeStep, device: torch.device, ends: Ends) -> Callable[[int], None]:
     models = {name: _filled(model, device) for name, model in work.build().items()}
-    method = work.method(models)
+    method = work.method(models, repeats=work.config.training_steps)
     optimisations = {
         name: Optimisation(role.trained_parameters, OptimiserOptions(), work.precision, device)
         for name, role in method.roles.items()
@@ -251,13 +252,17 @@ def _vae_training(work: VaeStep, device: torch.device, ends: Ends) -> Callable[[
     if work.config.use_ema:
         average = MovingAverage(models["vae"], method.roles["vae"].trained_parameters, 0.999)
     count = work.config.batch_size
-    batch = work.batch(torch.rand(count, 3, *work.shape, device=device) * 2 - 1, torch.arange(count))
+    batches = [
+        replace(work.batch(torch.rand(count, 3, *work.shape, device=device) * 2 - 1, torch.arange(count)), position=position)
+        for position in range(work.config.gradient_accumulation)
+    ]
 
     def step(number: int) -> None:
         for turn in method.turns:
-            with autocast(work.precision, device):
-                loss = turn.losses(batch).total
-            optimisations[turn.role].backward(loss)
+            for batch in batches:
+                with autocast(work.precision, device):
+                    loss = turn.losses(batch).total
+                optimisations[turn.role].backward(loss, is_last=batch is batches[-1])
             optimisations[turn.role].step(number)
         method.finish_step(Ranks())
         if average is not None:

@@ -16,7 +16,7 @@ from wandistiller.data.sources import assign_buckets, open_source
 from wandistiller.distributed.context import check_clip_groups
 from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.parallel import Parallel
-from wandistiller.distributed.ranks import Ranks, read_ranks
+from wandistiller.distributed.ranks import read_ranks
 from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.device_map import check_device_map, read_device_map
@@ -29,7 +29,7 @@ from wandistiller.terminal import say
 from wandistiller.train.optimisation import MixedPrecision
 from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.runs import choose_precision, prepare_device, prepare_parallel
-from wandistiller.train.start_checks import check_text_to_video
+from wandistiller.train.start_checks import check_sharded_teacher, check_spread_teacher, check_text_to_video
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
 
@@ -71,14 +71,11 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     assert config.teacher_path is not None
     device = prepare_device(config)
     parallel = prepare_parallel(config)
-    if config.strategy == "sharded" and not is_rank():
-        raise UsageError(
-            "--teacher-device-strategy sharded was given, but torchrun did not start this.",
-            why="each of several processes keeps a slice of the teacher.",
-            fix="Start it with torchrun, or let the teacher be streamed with --teacher-device-strategy offload.",
-        )
+    check_sharded_teacher(config, is_rank=is_rank())
     check_optimiser(config.optimizer_name)
-    _check_cards(config, device, read_ranks())
+    ranks = read_ranks()
+    if device.type == "cuda":
+        check_spread_teacher(config, ranks.ranks_here, len(ranks.cards(torch.cuda.device_count())))
     check_clip_groups("--teacher-context-parallel", config.teacher_context_parallel, read_ranks())
     prompts = open_prompts(config.data_path) if config.data_path is not None else None
     pipeline = find_diffusers_pipeline(config.teacher_path, _PARTS, flag="--teacher-path")
@@ -106,23 +103,6 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     if config.noisy_source == "noise" and prompts is not None:
         say("Learning on pure noise, a baseline: sampling asks elsewhere, so expect a good loss and poor pictures")
     return job
-
-
-def _check_cards(config: DistillConfig, device: torch.device, ranks: Ranks) -> None:
-    """Refuse to spread a teacher over GPUs that belong to other ranks."""
-    if device.type != "cuda" or ranks.ranks_here == 1 or config.strategy not in ("balanced", "sequential", "custom"):
-        return
-    if config.strategy == "custom":
-        raise UsageError(
-            "--teacher-device-strategy custom does not go with several ranks on a machine.",
-            why="its map names GPUs, and each rank has others.",
-            fix="Use balanced or sequential, which spread over a rank's own GPUs.",
-        )
-    if len(ranks.cards(torch.cuda.device_count())) == 1:
-        raise UsageError(
-            f"--teacher-device-strategy {config.strategy} needs several GPUs, and each of {ranks.ranks_here} ranks has one.",
-            fix="Start fewer ranks (--nproc-per-node), or spread the teacher over all of them with sharded.",
-        )
 
 
 def _find_teachers(config: DistillConfig, pipeline: Pipeline) -> list[StoredModel]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.errors import UsageError
 
@@ -35,3 +36,30 @@ def check_text_to_video(transformer: Mapping[str, Any], done: str) -> None:
     """Raise ``UsageError`` for a model that sees more than latents; ``done`` is what would be done with it."""
     if transformer["in_channels"] != transformer["out_channels"]:
         raise UsageError(f"Only text-to-video models can be {done} so far.", fix="Give a T2V or TI2V checkpoint.")
+
+
+def check_sharded_teacher(config: DistillConfig, *, is_rank: bool) -> None:
+    """Raise ``UsageError`` for slices of a teacher where torchrun starts nothing that could have them."""
+    if config.strategy == "sharded" and not is_rank:
+        raise UsageError(
+            "--teacher-device-strategy sharded was given, but torchrun did not start this.",
+            why="each of several processes keeps a slice of the teacher.",
+            fix="Start it with torchrun, or let the teacher be streamed with --teacher-device-strategy offload.",
+        )
+
+
+def check_spread_teacher(config: DistillConfig, ranks_here: int, cards_each: int) -> None:
+    """Refuse to spread a teacher over GPUs that belong to other ranks of the machine."""
+    if ranks_here == 1 or config.strategy not in ("balanced", "sequential", "custom"):
+        return
+    if config.strategy == "custom":
+        raise UsageError(
+            "--teacher-device-strategy custom does not go with several ranks on a machine.",
+            why="its map names GPUs, and each rank has others.",
+            fix="Use balanced or sequential, which spread over a rank's own GPUs.",
+        )
+    if cards_each == 1:
+        raise UsageError(
+            f"--teacher-device-strategy {config.strategy} needs several GPUs, and each of {ranks_here} ranks has one.",
+            fix="Start fewer ranks (--nproc-per-node), or spread the teacher over all of them with sharded.",
+        )

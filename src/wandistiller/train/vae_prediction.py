@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.loader import Batch
+from wandistiller.errors import UsageError
 from wandistiller.memory.durations import step_seconds
 from wandistiller.memory.encoder_phases import extended
 from wandistiller.memory.estimates import Estimate, Item, Phase
@@ -19,7 +20,7 @@ from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Stage
-from wandistiller.memory.tape import BACKWARD, Tape
+from wandistiller.memory.tape import BACKWARD, UPDATE, Tape
 from wandistiller.memory.tracing import materialise, recording
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.critic import PatchCritic
@@ -42,6 +43,11 @@ _FEW, _LEAST_GROWTH = 5, 0.4
 
 def predict_train_vae(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train-vae`` takes."""
+    flag = "--cuda-graphs" if config.cuda_graphs else f"--parallel {config.parallel}" if config.is_sharded else None
+    if flag is not None:
+        raise UsageError(
+            f"There is no plan yet for a VAE that is trained with {flag}.", fix="Leave it away to plan without it."
+        )
     work = vae_step(config, shapes, hardware)
     counts = {name: sum(each.numel() for each in found) for name, found in work.trained(work.build()).items()}
     average = counts["vae"] if config.use_ema else 0
@@ -66,7 +72,7 @@ class Least:
     """What a training takes of a card at least."""
 
     held: int
-    """What does not grow with a batch: weights, gradients, the optimisers' states."""
+    """Weights, the optimisers' states and the average."""
     working: int
     """What is beside them in forward and backward."""
 
@@ -98,14 +104,15 @@ class VaeStep:
         """Return what optimisers change, by role."""
         return {name: list(models[name].parameters()) for name in ("vae", "critic") if name in models}
 
-    def method(self, models: Models) -> VaeTraining:
-        """Return the training of these models."""
+    def method(self, models: Models, *, repeats: int = 1) -> VaeTraining:
+        """Return the training of these models, in which a step takes every turn so often."""
         return VaeTraining(
             Role("vae", models["vae"], is_trained=True),
             VaeWeights.of(self.config),
             critic=Role("critic", models["critic"], is_trained=True) if "critic" in models else None,
             perceptual=models.get("perceptual"),
             reduced_min_sizes=self.config.reduced_min_sizes,
+            repeats=repeats,
         )
 
     def batch(self, pixels: Tensor, seeds: Tensor) -> Batch:
@@ -127,18 +134,20 @@ class VaeStep:
         """Return what it takes at least, from one sample of a few frames: the samples of a batch take as much each."""
         frames = min(self.shape[0], _FEW)
         one = replace(self._with_frames(frames), config=replace(self.config, batch_size=1, gradient_accumulation=1))
-        held, peak = one._few(hardware)
+        held, working = one._few(hardware)
         growth = 1 + _LEAST_GROWTH * (self.shape[0] - frames) / 4
-        return Least(held, round(0.9 * self.config.batch_size * growth * (peak - held)))
+        # Gradients, and weights made short for products, are as large for any batch.
+        fixed = sum((4 + 2) * each.numel() for model in self.build().values() for each in model.parameters())
+        return Least(held, max(working, round(0.9 * self.config.batch_size * growth * (working - fixed))))
 
     def _few(self, hardware: Hardware) -> tuple[int, int]:
-        """Return what is held and the most that is in use; worked out once for all steps that are alike."""
+        """Return what is held and the most that is in use beside it; worked out once for all steps that are alike."""
         key = (repr(self), hardware.card)
         if key not in _few_frames:
             phase = self._phase(hardware, 1)
-            kinds = ("libraries", "weights", "optimiser", "average", "gradients")
+            kinds = ("libraries", "weights", "optimiser", "average")
             held = sum(item.size for item in phase.items if item.where == "device" and item.kind in kinds)
-            _few_frames[key] = held, phase.peak
+            _few_frames[key] = held, phase.peak - held
         return _few_frames[key]
 
     def _with_frames(self, frames: int) -> VaeStep:
@@ -154,12 +163,17 @@ class VaeStep:
             stage.scene.hold(name, "exchanged gradients", [each.nbytes for each in parameters if hardware.num_ranks > 1])
         if self.config.use_ema:
             stage.scene.hold("vae", "average", [each.nbytes for each in models["vae"].parameters()])
-        pixels = 4 * self.config.batch_size * 3 * math.prod(self.shape)
-        stage.scene.hold("", "batch", [pixels])
+        # All batches of a step are brought before its first, and what the critic is to see of each is kept for its turn.
+        pixels, accumulation = 4 * self.config.batch_size * 3 * math.prod(self.shape), self.config.gradient_accumulation
+        stage.scene.hold("", "batch", [pixels] * accumulation)
+        stage.scene.hold("vae", "pictures for the critic", [pixels] * (accumulation - 1 if self.config.gan_training else 0))
         tape = self._record(models)
+        if accumulation > 1:
+            stage.scene.hold("vae", "added gradients", [each.nbytes for each in models["vae"].parameters()])
+            tape = tape.with_added_gradients()
         for _ in range(2):
             stage.scene.drop(stage.play_tape("vae", tape))
-        seconds = step_seconds(tape, {}, hardware).total * self.config.gradient_accumulation
+        seconds = step_seconds(tape, {}, hardware).total * accumulation * self.config.training_steps
         return replace(stage.finished(seconds, num_steps), work=self)
 
     def _record(self, models: Models) -> Tape:
@@ -171,9 +185,11 @@ class VaeStep:
                 batch = self.batch(torch.empty(self.config.batch_size, 3, *self.shape), seeds)
             method = self.method(models)
             for turn in method.turns:
+                recorder.begin((turn.role, -1))
                 with autocast(self.precision, _CPU):
                     losses = turn.losses(batch)
                 recorder.begin((BACKWARD + turn.role, -1))
                 losses.total.backward()
+                recorder.begin((UPDATE + turn.role, -1))
                 method.roles[turn.role].model.zero_grad(set_to_none=True)
         return recorder.tape

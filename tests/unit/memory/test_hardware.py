@@ -9,6 +9,7 @@ import torch
 from wandistiller.errors import UsageError
 from wandistiller.memory.durations import step_seconds, streamed
 from wandistiller.memory.hardware import CARDS, H200, Hardware, described, detect, find_card
+from wandistiller.memory.monitor import DeviceMemory
 from wandistiller.memory.rates import launch_seconds, pageable_rate
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Training
@@ -109,6 +110,11 @@ def test_ranks_keep_slices_and_exchange_what_a_ring_passes():
         seconds = Training(student=use, parallel=parallel).exchange_seconds(machine)
         assert seconds == pytest.approx(num_bytes * 3 / 4 / machine.card.link_rate)
     assert Training(student=use).exchange_seconds(described(card="h100", host_memory=Bytes(2**36))) == 0
+    # With hsdp the same inside of a machine, for each of two batches; between two machines the sums of a slice, once.
+    two = described(card="h100", num_cards=4, num_nodes=2, host_memory=Bytes(2**36), network_rate=1e9)
+    inside, between = (2 * 2 * 2 * count + 4 * count) * 3 / 4, 2 * 4 * count / 4 * 1 / 2
+    seconds = Training(student=use, parallel="hsdp", accumulation=2).exchange_seconds(two)
+    assert seconds == pytest.approx(inside / machine.card.link_rate + between / 1e9)
     whole, slices = (Training(student=use, parallel=each).phase(machine) for each in ("ddp", "fsdp"))
     assert whole.exchange == pytest.approx(passed["ddp"] * 3 / 4 / machine.card.link_rate)
     sizes = [{item.kind: item.size for item in phase.items if item.where == "device"} for phase in (whole, slices)]
@@ -121,3 +127,14 @@ def test_the_hosts_rate_is_measured_where_it_is_asked_for():
     assert here.host_rate is None and here.update_rate > 1e8
     assert 1e-7 < launch_seconds(torch.device("cpu")) < 0.1
     assert pageable_rate(torch.device("cpu")) > 1e8
+
+
+def test_a_card_that_nobody_knows_says_nothing_about_the_host(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Unheard-of 1")
+    nothing, all_of_it = Bytes(0), Bytes(2**34)
+    memory = DeviceMemory(allocated=nothing, reserved=nothing, peak=nothing, free=all_of_it, total=all_of_it)
+    monkeypatch.setattr("wandistiller.memory.monitor.device_memory", lambda device: memory)
+    found = detect(measures=False)
+    assert found.card.matmul["bfloat16"] == pytest.approx(1e14) and found.update_rate == 40e9

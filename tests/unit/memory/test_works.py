@@ -1,9 +1,11 @@
 """Works that are foreseen: what their tables add up to, where memory is counted, and how long updates on the host take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from wandistiller.memory.durations import Seconds, updated_on_host
+from wandistiller.memory.durations import Seconds, step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import described
@@ -56,6 +58,13 @@ def test_a_second_batch_finds_the_gradients_of_the_first_there():
     assert phase.peak == held + sizes(phase)[("student", "weights")] + gradients + alone
 
 
+def test_all_batches_of_a_step_are_there_from_its_beginning():
+    one, three = (sizes(Training(student=TRAINED, accumulation=count).phase(CARD))[("", "batch")] for count in (1, 3))
+    assert three == 3 * one
+    values = 2 * 8 * 2 * 16 * 16 + 8 * CONFIG["text_dim"] + 1  # latents and noise, text, sigma
+    assert 4 * values <= one < 4 * values + 4 * 512
+
+
 def test_gradients_of_masters_take_the_place_of_short_ones():
     student = TRAINED.changed(dtype=torch.bfloat16, config={**CONFIG, "ffn_dim": 2**15})
     phase = Training(student=student).phase(CARD)
@@ -96,6 +105,26 @@ def test_a_teacher_on_the_cpu_works_in_host_memory():
 @pytest.mark.parametrize(("clips", "update", "expected"), [(True, 5, 8), (False, 6, 6), (True, 1, 5), (False, 1, 5)])
 def test_updates_on_the_host_run_beside_the_next_forward_or_all_the_step(clips, update, expected):
     assert updated_on_host(Seconds(2.0, 3.0), update, clips=clips) == expected
+
+
+def test_ranks_that_compute_on_the_host_each_take_of_it():
+    estimate = Estimate(phases=(Phase(name="training", peak=Bytes(10), reserved=Bytes(10)),), ranks=4)
+    small, large = (described(num_cards=0, host_memory=Bytes(size)) for size in (43, 45))
+    assert "needs 40 B of host memory" in estimate.lacks(small)[0] and not estimate.lacks(large)
+
+
+@pytest.mark.parametrize(
+    ("changes", "passed"),
+    [({}, 28 + 12), ({"clips": False}, 28), ({"averages": True}, 28 + 12 + 12)],
+    ids=["clipped", "plain", "averaged"],
+)
+def test_an_update_takes_what_it_reads_and_writes(changes, passed):
+    """By hand, in bytes a weight: weight, gradient and two moments; the norm and the clipping; the average."""
+    work, nothing = Training(student=TRAINED, **changes), Training(student=USE, **changes)
+    slow = replace(CARD, card=replace(CARD.card, bandwidth=1.0, matmul=dict.fromkeys(CARD.card.matmul, 1e30)))
+    tape = step_seconds(TRAINED.tape, TRAINED.repeats, slow).total
+    assert nothing.seconds(CARD) == pytest.approx(step_seconds(USE.tape, USE.repeats, CARD).total)
+    assert work.seconds(slow) - tape == pytest.approx(passed * WEIGHTS / 4, rel=1e-3)
 
 
 def test_gradients_that_are_added_up_on_the_host_are_in_float32():
@@ -170,6 +199,24 @@ def test_a_rank_spreads_its_teacher_over_its_own_card():
     two = described(card="rtx4090", num_cards=2, host_memory=Bytes(2**36))
     found = sizes(Passes(use=USE, placing=Placing(name="balanced", cards=1)).phase(two))
     assert found[("student", "weights")] == pytest.approx(WEIGHTS, rel=0.05)
+
+
+@pytest.mark.parametrize(("slices", "rate"), [(1, None), (4, 2e6), (8, 1e6)], ids=["whole", "in a machine", "in two"])
+def test_a_pass_of_a_sharded_teacher_waits_for_its_weights(slices, rate):
+    """By hand: a rank has its slice, and gets the others over the links of a machine, or over the network."""
+    machines = described(card="rtx4090", num_cards=4, num_nodes=2, host_memory=Bytes(2**36), network_rate=1e6)
+    machines = replace(machines, card=replace(machines.card, link_rate=2e6))
+    gathered = WEIGHTS * (slices - 1) / slices / rate if rate else 0.0
+    asked = Passes(use=USE, passes=2, slices=slices).phase(machines)
+    assert asked.exchange == pytest.approx(2 * gathered)
+    teacher = {"teacher": USE.changed(name="teacher"), "teacher_passes": 3, "teacher_slices": slices}
+    alone = Training(student=TRAINED, accumulation=2)
+    work = replace(alone, **teacher)
+    together, student = work.phase(machines), alone.phase(machines)
+    assert together.exchange - student.exchange == pytest.approx(6 * gathered)
+    if rate:
+        assert asked.seconds == pytest.approx(2 * gathered), "far longer than it computes"
+        assert together.seconds - student.seconds == pytest.approx(6 * gathered)
 
 
 def test_a_sharded_teacher_is_in_slices_and_two_blocks():

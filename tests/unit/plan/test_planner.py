@@ -23,6 +23,7 @@ from wandistiller.train.prediction import predict_train
 from wandistiller.units import Bytes
 
 TRAIN = ["train", "--model", "wan2.1-1.3b", "--frames", "1", "--width", "256", "--height", "256"]
+DISTILL = ["distill", "--teacher-path", "wan2.1-1.3b", "--frames", "1"]
 MACHINE = ["--card", "rtx4090", "--ram", "64GiB"]
 CARD = described(card="rtx4090", host_memory=Bytes(2**36))
 
@@ -142,6 +143,15 @@ def test_the_plan_can_be_run_from_its_file(tmp_path, capsys, lora):
     assert "What fits" in capsys.readouterr().out
 
 
+def test_a_file_for_several_ranks_is_run_by_all_of_them(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    data = ["--dataset-path", "world:100:1x64x64", "--width", "64", "--height", "64", "--frames", "1"]
+    machine = [*MACHINE, "--gpus", "2", "--parallel", "fsdp"]
+    assert main(["plan", "train", "--model", "tiny", *data, *machine, "--write", str(file)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"run it with: torchrun --nproc-per-node=2 -m wandistiller train --config {file}" in said
+
+
 def test_nothing_fits(capsys):
     assert main(["plan", *TRAIN, "--gpu", "100MiB", "--ram", "64GiB"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
@@ -162,6 +172,14 @@ def test_nothing_fits(capsys):
         (["plan", "train", "--model", "wan2.2-a14b", "--lora-rank", "8", *MACHINE], "Give --expert high or --expert low"),
         (["plan", "train", "--model", "wan2.1-i2v-14b", *MACHINE], "Only text-to-video models can be trained"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--placement", "offload", *MACHINE, "--gpus", "8"], "cannot each offload"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--parallel", "fsdp", *MACHINE], "torchrun did not start this"),
+        (["plan", *TRAIN, "--parallel", "hsdp", "--shard-size", "3", *MACHINE, "--gpus", "4"], "into groups of 3"),
+        (["plan", *DISTILL, "--teacher-device-strategy", "sharded", *MACHINE], "sharded was given, but torchrun"),
+        (["plan", *DISTILL, "--teacher-device-strategy", "balanced", *MACHINE, "--gpus", "2"], "each of 2 ranks has one"),
+        (["plan", "train-vae", "--model", "wan2.1-1.3b", "--cuda-graphs", *MACHINE], "no plan yet for a VAE"),
+        (["plan", "train-vae", "--model", "tiny", "--parallel", "fsdp", *MACHINE, "--gpus", "2"], "with --parallel fsdp"),
+        (["plan", "sample", "--model", "wan2.1-14b", "--image", "a.png", *MACHINE], "draws from text alone"),
+        (["plan", "sample", "--model", "wan2.1-i2v-14b", *MACHINE], "no picture was given"),
         (["plan", "sample"], "nothing to sample from"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--card", "h200", "--verify"], "there is no GPU here"),
     ],

@@ -1,6 +1,7 @@
 """What whole jobs are foreseen to take: phases, disks and ranks, from flags alone."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from wandistiller.models.sizes import SIZES, TINY_VAE
 from wandistiller.plan import run
 from wandistiller.plan.trial import Measured
 from wandistiller.plan.verify import Comparison
-from wandistiller.sample.prediction import predict_sample
+from wandistiller.sample.prediction import denoising_work, predict_sample
 from wandistiller.train.prediction import distill_work, predict_distill, predict_train
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.vae_prediction import predict_train_vae
@@ -55,6 +56,9 @@ def test_caches_are_counted():
     assert found["latents cache for 1000 samples"] == 4 * 1000 * latents
     assert found["text cache for 1000 captions"] == 2 * 1000 * 512 * TINY["text_dim"]
     assert found["teacher records for 1000 samples"] == 2 * 2 * 3 * 1000 * latents, "two latents in 16 bits"
+    anew = on_disk(distill(dataset_path="clips", cache_teacher=True, teacher_draws=3, refresh_every=10))
+    of = "teacher records for 1000 samples"
+    assert anew[of] == 3 * found[of], "the first round, the last one, and the next while it is made"
 
 
 def test_a_vae_leaves_its_average_and_itself():
@@ -80,6 +84,22 @@ def test_the_teacher_is_asked_as_often_as_the_objectives_want(weights, passes):
     assert (work.teacher_passes, work.teacher is not None) == (passes, passes > 0)
 
 
+@pytest.mark.parametrize(
+    ("together", "slices"),
+    [({}, 4), ({"parallel": "fsdp"}, 8), ({"parallel": "hsdp"}, 4), ({"parallel": "hsdp", "shard_size": 2}, 2)],
+)
+def test_ranks_that_share_the_student_share_the_teacher_and_else_those_of_a_machine(together, slices):
+    machines = described(card="rtx4090", num_cards=4, num_nodes=2, host_memory=Bytes(2**36))
+    config = DistillConfig(dataset_path="clips", teacher_device_strategy="sharded", **together)
+    assert distill_work(config, SHAPES, TINY, machines, (1, 64, 64)).teacher_slices == slices
+
+
+@pytest.mark.parametrize(("scale", "passes"), [(1.0, 1), (5.0, 2), (None, 1)], ids=["plain", "guided", "as is usual"])
+def test_guidance_takes_two_passes(scale, passes):
+    config = SampleConfig(model="tiny", prompt=("a",), width=64, height=64, frames=1, cfg_scale=scale)
+    assert denoising_work(config, SHAPES, CARD).passes == passes
+
+
 def test_ranks_of_a_machine_take_host_memory_each():
     eight = described(card="rtx4090", num_cards=8, host_memory=Bytes(2**36))
     options = {"dataset_path": "clips", "activation_policy": "full", "activations_to_host": True, "batch_size": 512}
@@ -93,6 +113,13 @@ def test_a_first_frame_is_encoded_and_looked_at():
     config = SampleConfig(model="tiny", prompt=("a",), image="x.png", width=64, height=64, frames=5)
     names = [phase.name for phase in predict_sample(config, shapes, CARD).phases]
     assert names[:2] == ["encoding the picture", "looking at the picture"]
+
+
+def test_a_job_is_told_by_its_steps_however_few_there_are():
+    config = SampleConfig(model="tiny", prompt=("a",), width=64, height=64, frames=17, steps=1, output=Path("a.mp4"))
+    found = predict_sample(config, SHAPES, CARD)
+    seconds = {phase.name: phase.seconds for phase in found.phases}
+    assert seconds["decoding"] > seconds["denoising"] == found.step_seconds
 
 
 def test_a_smaller_batch_of_trajectories_is_predicted():

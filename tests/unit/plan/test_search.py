@@ -74,6 +74,13 @@ def test_what_costs_accuracy_is_listed_and_chosen_only_where_nothing_else_fits()
     assert alone.best.seconds == 0.5 and "Nothing fits without a cost in accuracy" in reasons(alone)[0]
 
 
+def test_what_costs_accuracy_for_memory_alone_is_left_out_where_its_like_fits():
+    slim = way(8, 1.0, is_slim=True, is_exact=False, costs=("optimiser in 8 bits",))
+    search = searched([way(10, 1.0), slim])
+    assert [each.why for each in search.untried] == ["costs accuracy and is no faster"]
+    assert len(searched([way(30, 1.0), slim]).found) == 2
+
+
 def test_what_was_asked_for_wins_among_those_as_fast():
     search = searched([way(10, 1.01), way(5, 1.0)])
     assert plan_of(search).best.seconds == 1.01
@@ -103,6 +110,8 @@ def streamed():
 def test_as_many_blocks_stay_as_fit(streamed):
     job, plan = streamed
     best = plan.best.changes
+    exact = [each.seconds for each in plan.fitting if each.way.is_exact]
+    assert len(exact) > 1 and exact == sorted(exact)
     assert best["placement"] == "offload" and 0 < int(best["resident"]) < 28
     one_more = replace(job, **{**best, "resident": str(int(best["resident"]) + 1)})
     assert predict_sample(one_more, find_shapes("wan2.1-1.3b"), plan.hardware).lacks(plan.hardware)

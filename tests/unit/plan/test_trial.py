@@ -69,7 +69,9 @@ USE = Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 
         TextEncoding(encoder=ENCODER, placing="offload", resident=1),
         TextEncoding(encoder=ENCODER, placing="disk"),
         VaeStep(
-            config=TrainVaeConfig(batch_size=2, gan_training=True, use_lpips=True, use_ema=True, r1_interval=1),
+            config=TrainVaeConfig(
+                batch_size=1, gradient_accumulation=2, gan_training=True, use_lpips=True, use_ema=True, r1_interval=1
+            ),
             vae=TINY_VAE,
             shape=(5, 32, 32),
             precision="no",

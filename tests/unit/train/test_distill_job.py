@@ -3,12 +3,11 @@
 from contextlib import nullcontext
 
 import pytest
-import torch
 
 from wandistiller.config.distill import DistillConfig
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import UsageError
-from wandistiller.train.distill_job import _check_cards
+from wandistiller.train.start_checks import check_spread_teacher
 
 
 @pytest.mark.parametrize(
@@ -20,9 +19,7 @@ from wandistiller.train.distill_job import _check_cards
         ("balanced", 1, None),
     ],
 )
-def test_a_teacher_is_spread_over_the_cards_of_its_own_rank_alone(monkeypatch, strategy, ranks_here, message):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    config = DistillConfig(teacher_device_strategy=strategy)
-    ranks = Ranks(1, ranks_here, 1, ranks_here)
+def test_a_teacher_is_spread_over_the_cards_of_its_own_rank_alone(strategy, ranks_here, message):
+    config, ranks = DistillConfig(teacher_device_strategy=strategy), Ranks(1, ranks_here, 1, ranks_here)
     with nullcontext() if message is None else pytest.raises(UsageError, match=message):
-        _check_cards(config, torch.device("cuda"), ranks)
+        check_spread_teacher(config, ranks_here, len(ranks.cards(4)))
