@@ -380,7 +380,7 @@ def place_text_encoder(encoder: nn.Module, device: torch.device) -> None:
 
 def _find_remedies(job: EncodeJob, failure: Failure) -> list[Remedy]:
     """Return what the flags of ``encode`` can do about a failure."""
-    if failure.kind != "device" or failure.role != "vae":
+    if not failure.is_computing or failure.role != "vae":
         return []
     held = failure.in_use + (failure.asked or 0)
     largest = max((bucket for bucket in job.buckets if bucket is not None), key=lambda each: each.height * each.width)

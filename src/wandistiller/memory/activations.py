@@ -10,7 +10,7 @@ parts in them, by wrapping their ``forward``: compile first, then choose a polic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory import attention
 from wandistiller.memory.attached import attach_mark, remove_mark
+from wandistiller.memory.inspection import tensors_in, version_of
 from wandistiller.memory.kept import DeviceKeeper, HostKeeper, Keeper, Kept
 
 Forward = Callable[..., Any]
@@ -32,7 +33,7 @@ POLICIES: dict[str, Wrap] = {}
 GRANULARITIES: dict[str, tuple[str, ...]] = {
     "block": (),
     "attention": ("Attention",),
-    "feed_forward": ("FeedForward", "MLP", "Mlp"),
+    "feed_forward": ("FeedForward", "MLP", "Mlp", "LayerFF"),
 }
 """Pieces of class names that tell which parts of a block are meant; none for the block itself."""
 
@@ -140,9 +141,11 @@ def _parts(block: nn.Module, granularity: str) -> Iterator[nn.Module]:
     if not words:
         yield block
         return
-    for module in block.modules():
-        if module is not block and any(word in type(module).__name__ for word in words):
-            yield module
+    for module in block.children():
+        if any(word in type(module).__name__ for word in words):
+            yield module  # and nothing within it, which would be recomputed twice
+        else:
+            yield from _parts(module, granularity)
 
 
 @contextmanager
@@ -188,6 +191,7 @@ def _recomputing(module: nn.Module, forward: Forward, keeper: Keeper, *, keep_at
             return forward(*args, **kwargs)
         if has_dropout and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UsageError("Blocks with dropout cannot be recomputed in a CUDA graph.", fix="Use the policy 'none'.")
+        _check_seen(leaf for leaf in leaves if any(tensor.requires_grad for tensor in tensors_in(leaf)))
         plan = _Plan(forward, structure, leaves, keeper, keep_attention)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return plan.whole(_Recompute.apply(plan, len(tensors), *tensors, *parameters))
@@ -201,6 +205,17 @@ _HOLE = object()
 
 def _tensors(leaves: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _check_seen(leaves: Iterable[Any]) -> None:
+    """Raise for an object whose tensors autograd is not told of."""
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise UsageError(
+                f"A block that is recomputed takes or returns a {type(leaf).__name__} with tensors in it.",
+                why="only tensors in tuples, lists, dicts and registered classes have gradients then.",
+                fix="Register the class with torch.export.register_dataclass, or use the policy 'none'.",
+            )
 
 
 class _Plan:
@@ -223,20 +238,26 @@ class _Plan:
         self.keep_attention = keep_attention
         self.random_states = _random_states(leaves)
         self.autocasts = _autocasts()
+        self.versions: list[int] = []
         self.kept: list[Kept] | None = None
         self.kept_attention: list[tuple[Kept, Kept]] = []
 
     def first(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run without a graph, put away what backward will need, and return the tensors of the output."""
         self.keeper.begin()
+        self.versions = [version_of(tensor) for tensor in tensors]
         ledger = attention.Ledger() if self.keep_attention else None
         with torch.no_grad(), attention.ledger_in_use(ledger) if ledger else nullcontext():
             output = self._call(tensors)
+        self._check_unchanged(tensors)
         # The first input is this block's own; the others (text, time, positions) are shared by all blocks.
         self.kept = [self.keeper.put(tensor) if index == 0 else Kept(tensor) for index, tensor in enumerate(tensors)]
         if ledger:
             self.kept_attention = [(self.keeper.put(result), self.keeper.put(sums)) for result, sums in ledger.results]
         self.output, self.output_structure = tree_flatten(output)
+        given = {id(leaf) for leaf in self.leaves}
+        made = [leaf for leaf in self.output if id(leaf) not in given]
+        _check_seen(leaf for leaf in made if any(map(torch.is_floating_point, tensors_in(leaf))))
         tensors = _tensors(self.output)
         self.output = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in self.output]
         return tensors
@@ -254,6 +275,7 @@ class _Plan:
                 why="what an activation policy keeps is let go of as it is used.",
                 fix="Add the losses up and go backward once, or train without an activation policy.",
             )
+        self._check_unchanged([kept.tensor if not kept.is_away else None for kept in self.kept])
         inputs = []
         for index, kept in enumerate(self.kept):
             tensor = self.keeper.get(kept) if index == 0 else kept.tensor
@@ -267,6 +289,15 @@ class _Plan:
         self.kept, self.kept_attention = None, []
         with torch.enable_grad(), attention.ledger_in_use(ledger) if ledger else nullcontext(), self._as_before():
             return inputs, _tensors(tree_leaves(self._call(inputs)))
+
+    def _check_unchanged(self, tensors: Sequence[Tensor | None]) -> None:
+        for tensor, version in zip(tensors, self.versions, strict=True):
+            if tensor is not None and version_of(tensor) != version:
+                raise UsageError(
+                    "What a recomputed block was given is changed in place, by itself or afterwards.",
+                    why="it would be recomputed from the changed values.",
+                    fix="Train it without an activation policy, or let the change make a new tensor.",
+                )
 
     def _call(self, tensors: Sequence[Tensor]) -> Any:
         leaves = list(self.leaves)
@@ -290,6 +321,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, num_inputs: int, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)  # a result that nobody uses asks for no gradients
         ctx.plan, ctx.num_inputs = plan, num_inputs
         ctx.parameters = tensors[num_inputs:]
         return plan.first(tensors[:num_inputs])

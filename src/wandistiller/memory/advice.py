@@ -24,7 +24,8 @@ class Remedy:
 
     def __str__(self) -> str:
         flags = " ".join(flag_words(self.changes))
-        price = "no slower" if self.slowdown < 1.02 else f"about {self.slowdown:.2g} times as long"
+        hardly = "no slower" if self.slowdown < 1.02 else "hardly slower"
+        price = hardly if self.slowdown < 1.05 else f"about {self.slowdown:.2g} times as long"
         return f"{flags}: frees {self.saves}, {price}{f' ({self.why})' if self.why else ''}"
 
 

@@ -216,7 +216,7 @@ class QuantisedStore(_InHostMemory):
         # After the blocks, for the ranks that do not round: what rounding changed.
         self._keep([*sizes, 3 * torch.float64.itemsize], fill, device, budget, shared_as)
         self._squared_error, self._squared_norm, self.worst_error = self.flats.pop().view(torch.float64).tolist()
-        self.staging_bytes = max(sizes)
+        self.staging_bytes = max(sizes, default=0)
 
     @property
     def relative_error(self) -> float:

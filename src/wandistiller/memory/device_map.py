@@ -13,14 +13,16 @@ import re
 import tomllib
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
-from accelerate.hooks import remove_hook_from_submodules
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.utils import get_balanced_memory, get_max_memory
 from torch import Tensor, nn
 
@@ -42,7 +44,7 @@ class ByDeviceMap(Placement):
         """Return the device of each part."""
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
-        return _footprint(subject, self.device_map(subject))
+        return _footprint(subject, without_overlaps(subject.model, self.device_map(subject)))
 
     def attach(self, subject: Subject, device: torch.device) -> Placed:
         device_map = self.device_map(subject)
@@ -52,9 +54,11 @@ class ByDeviceMap(Placement):
         on_host, on_disk = _load(subject, device_map)
         # An index that is empty is one too: all of what is on disk has to be converted, and is in host memory.
         index = on_disk if "disk" in device_map.values() else None
-        with warnings.catch_warnings():  # of parameters that the map names, which are no modules
-            warnings.filterwarnings("ignore", message="The following device_map keys do not match")
-            dispatch_model(subject.model, device_map, state_dict=on_host or None, offload_index=index, force_hooks=True)
+        main = _main_device(device_map)
+        with _quietly():
+            dispatch_model(subject.model, device_map, main, on_host or None, offload_index=index, force_hooks=True)
+        for name, place in _split_modules(subject.model, device_map).items():
+            add_hook_to_module(subject.model.get_submodule(name), AlignDevicesHook(_computing(place, main)))
         return Placed(footprint, lambda: _undo(subject))
 
 
@@ -101,7 +105,8 @@ def read_device_map(path: Path) -> DeviceMap:
     """Read a map from a file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        content = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
+        is_toml = path.suffix.lower() == ".toml"
+        content = tomllib.loads(text) if is_toml else json.loads(text, object_pairs_hook=_without_repeats)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"The device map {path} cannot be read.", why=str(error), fix="Check the path; it is a JSON or TOML file."
@@ -109,6 +114,14 @@ def read_device_map(path: Path) -> DeviceMap:
     if not isinstance(content, dict):
         raise UsageError(f"The device map {path} is not a table.", fix='Write {"module": "cpu", ...}.')
     return flatten_device_map(content)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of a JSON file, which may name something twice without anybody noticing."""
+    repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{shortened(map(repr, repeated))} stands there more than once")
+    return dict(pairs)
 
 
 def flatten_device_map(content: Mapping[str, Any], prefix: str = "") -> DeviceMap:
@@ -126,7 +139,7 @@ def flatten_device_map(content: Mapping[str, Any], prefix: str = "") -> DeviceMa
 
 
 def check_device_map(device_map: DeviceMap, model: nn.Module) -> None:
-    """Raise ``UsageError`` for a module that is not there, a tensor that is left out, or a device that is absent."""
+    """Raise ``UsageError`` for a module that is not there, a tensor that is left out, an absent device, a part cut in two."""
     parts = {name for name, _ in model.named_modules()} | {name for name, _ in named_tensors(model)}
     for name, device in device_map.items():
         if name not in parts:
@@ -150,6 +163,23 @@ def check_device_map(device_map: DeviceMap, model: nn.Module) -> None:
             why="each has to be somewhere.",
             fix='Name their modules, or everything else with "".',
         )
+    _check_splits(device_map, model)
+
+
+def _check_splits(device_map: DeviceMap, model: nn.Module) -> None:
+    """Raise ``UsageError`` for a module, other than the whole, whose own tensors would meet results from another device."""
+    main = _main_device(device_map)
+    for name, module in model.named_modules():
+        if not name or not list(module.parameters(recurse=False)):
+            continue
+        inside = {_device_of(f"{name}.{part}", device_map) for part, _ in named_tensors(module)}
+        computing = {_computing(place, main) for place in inside}
+        if len(computing) > 1:
+            raise UsageError(
+                f"The device map lets '{name}' compute on {' and '.join(sorted(map(repr, computing)))}.",
+                why=f"results of its parts meet there; what is on cpu or disk computes on {main!r}.",
+                fix=f"Give all of '{name}' one device.",
+            )
 
 
 def _is_there(device: str | int) -> bool:
@@ -171,9 +201,46 @@ def _device_of(name: str, device_map: DeviceMap) -> str | int | None:
     return None
 
 
+def _main_device(device_map: DeviceMap) -> str | int:
+    """Return where parts compute that are in host memory or on disk: the first GPU that a map names."""
+    return next((place for place in device_map.values() if place not in _ELSEWHERE), "cpu")
+
+
+def _computing(place: str | int | None, main: str | int) -> str | int:
+    return main if place is None or place in _ELSEWHERE else place
+
+
+def _split_modules(model: nn.Module, device_map: DeviceMap) -> DeviceMap:
+    """Return the modules within the model that a map without overlaps has in parts, with the place of their own tensors.
+
+    Accelerate brings nothing to these; for the model itself it does.
+    """
+    modules = dict(model.named_modules())
+    own = {name.rpartition(".")[0]: place for name, place in device_map.items() if name not in modules}
+    return {name: place for name, place in own.items() if name}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep to ourselves what accelerate says about maps that are as they should be."""
+    logger = logging.getLogger("accelerate.big_modeling")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # of weights that are where the map says
+    try:
+        with warnings.catch_warnings():  # of parameters that the map names, which are no modules
+            warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def without_overlaps(model: nn.Module, device_map: DeviceMap) -> DeviceMap:
-    """Return the same map with no part inside of another, as accelerate wants it."""
+    """Return the same map with no part inside of another, as accelerate wants it.
+
+    The own tensors of a module that is in several places, which are few and small, stay where it computes.
+    """
     result: DeviceMap = {}
+    main = _main_device(device_map)
 
     def place_of(name: str) -> str | int:
         place = _device_of(name, device_map)
@@ -187,7 +254,7 @@ def without_overlaps(model: nn.Module, device_map: DeviceMap) -> DeviceMap:
             return
         for part, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             full = f"{name}.{part}" if name else part
-            result[full] = place_of(full)
+            result[full] = _computing(place_of(full), main)
         for part, child in module.named_children():
             walk(f"{name}.{part}" if name else part, child)
 
@@ -208,7 +275,8 @@ def shares(subject: Subject, device_map: DeviceMap) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, tensor in named_tensors(subject.model):
         place = _device_of(name, device_map)
-        if place == "disk" and (subject.locate is None or subject.locate(name) is None):
+        is_read = isinstance(tensor, nn.Parameter) and subject.locate is not None and subject.locate(name) is not None
+        if place == "disk" and not is_read:
             place = "cpu"
         key = f"cuda:{place}" if isinstance(place, int) else place or "cpu"
         found.setdefault(key, []).append(tensor.numel() * tensor.dtype.itemsize)
@@ -219,7 +287,7 @@ def foreseen_map(name: str, subject: Subject, cards: Mapping[int | str, int], fi
     """Return the map that a placement would make on a machine whose cards and host (``cpu``) have so many bytes."""
     if name == "custom":
         assert file is not None
-        return read_device_map(file)
+        return without_overlaps(subject.model, read_device_map(file))
     # It warns of every card that is not here, and the machine may be another one.
     logging.getLogger("accelerate.utils.modeling").setLevel(logging.ERROR)
     return (Balanced if name == "balanced" else Sequential)(max_memory=cards).device_map(subject)
@@ -237,6 +305,8 @@ def _load(subject: Subject, device_map: DeviceMap) -> tuple[dict[str, Tensor], d
     on_disk: dict[str, dict[str, str]] = {}
     for name, tensor in named_tensors(subject.model):
         place = _device_of(name, device_map)
+        if place == "disk" and not isinstance(tensor, nn.Parameter):
+            place = "cpu"  # accelerate keeps buffers where they compute
         if place == "disk":
             if not tensor.is_meta or subject.read is None:
                 raise UsageError("Only a model that is not loaded yet can have parts on disk.", fix="Point to its files.")

@@ -56,6 +56,11 @@ class Phase:
             (Bytes(item.size * (1 if item.is_shared else ranks)) for item in self.items if item.where == where), Bytes(0)
         )
 
+    @property
+    def on_host(self) -> Bytes:
+        """Host memory of one process, page-locked included."""
+        return sum((self.total(where) for where in _ON_HOST), Bytes(0))
+
     def beside(self, role: str) -> Bytes:
         """What is held of the device beside a role's weights."""
         weights = sum(item.size for item in self.items if (item.role, item.kind, item.where) == (role, "weights", "device"))

@@ -52,7 +52,7 @@ def travelling(model: nn.Module, blocks: Sequence[nn.Module], *, train: bool) ->
 
     In a block that is frozen but for a few parameters, those are adapters: small, and an optimiser's on the device. What two
     blocks share, or a block and the rest of the model, is needed when other blocks are in the slots, so it stays there too,
-    and so do running statistics, which forward itself changes.
+    and so do running statistics, which forward itself changes without counting it as a change.
     """
     users: dict[int, set[int]] = {}
     for position, block in enumerate(blocks):

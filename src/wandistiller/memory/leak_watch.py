@@ -1,8 +1,9 @@
 """A watch for memory that grows step by step: a trend, told apart from warm-up, from noise and from buckets of another size.
 
 What is looked at is memory *after* a step, when all that a step needs is gone. Each bucket of shapes has its own level, taken
-from its first observations, and only what rises above that counts. The steps are cut into windows; if the least of each window
-rises from one to the next more often than chance allows, that is a leak, and its size a step is the slope through them.
+from its first observation, and only what rises above that counts; where hardly a bucket is seen twice, memory itself does. The
+steps are cut into windows; if the least of each window rises from one to the next more often than chance allows, that is a
+leak, and its size a step is the slope through them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from dataclasses import dataclass, field
 from wandistiller.units import Bytes
 
 NUM_WINDOWS = 8
-# Of the 28 pairs of windows, how many more must rise than fall. By chance that happens to 1 in 1,000 (Mann-Kendall).
+# Of the 28 pairs of windows, how many more must rise than fall. By chance that happens to 1 in 400 (Mann-Kendall), and to 1 in
+# 5,000 where sizes of different buckets are compared, which differ by chance for certain.
 SIGNIFICANT_RISES = 22
+SIGNIFICANT_RISES_OF_ALL = 26
 
 
 @dataclass(frozen=True)
@@ -48,33 +51,41 @@ class LeakWatch:
     tolerances: Mapping[str, Bytes] = field(default_factory=lambda: {"host": Bytes(4 * 2**20)})
     """The same for kinds of which small amounts come and go: the host's allocator keeps what it was given."""
     max_observations: int = 4096
-    """Most that are remembered of each kind; beyond that every second one is forgotten."""
+    """Most that are remembered of each kind, beyond that every second one is forgotten; and most buckets."""
 
     def __post_init__(self) -> None:
         self._levels: dict[tuple[str, Hashable], int] = {}
         self._excess: dict[str, list[tuple[int, int]]] = {}
+        """Bytes above the bucket's level, of buckets that were seen before."""
+        self._memory: dict[str, list[tuple[int, int]]] = {}
         self._stride: dict[str, int] = {}
 
     def observe(self, step: int, kind: str, num_bytes: int, bucket: Hashable = None) -> None:
         """Note how much memory of a kind is in use after a step on inputs of a bucket."""
         if step < self.warmup_steps:
             return
-        points = self._excess.setdefault(kind, [])
-        # A bucket that is seen for the first time has its level where the others are now, not where they began.
-        drift = min((excess for _, excess in points[-NUM_WINDOWS:]), default=0)
-        level = self._levels.setdefault((kind, bucket), num_bytes - drift)
+        excess, memory = self._excess.setdefault(kind, []), self._memory.setdefault(kind, [])
+        level = self._levels.get((kind, bucket))
+        if level is None and len(self._levels) < self.max_observations:
+            # A bucket that is seen for the first time has its level where the others are now, not where they began.
+            drift = min((above for _, above in excess[-NUM_WINDOWS:]), default=0)
+            self._levels[kind, bucket] = num_bytes - drift
         if step % self._stride.setdefault(kind, 1) == 0:
-            points.append((step, num_bytes - level))
-        if len(points) > self.max_observations:
-            del points[1::2]
+            memory.append((step, num_bytes))
+            excess += [(step, num_bytes - level)] if level is not None else []
+        if len(memory) > self.max_observations:
+            del memory[1::2], excess[1::2]
             self._stride[kind] *= 2
 
     def leaks(self) -> list[Leak]:
         """Return what has grown so far."""
-        found = (self._trend(kind, points) for kind, points in self._excess.items())
+        found = map(self._trend, self._memory)
         return [leak for leak in found if leak is not None]
 
-    def _trend(self, kind: str, points: list[tuple[int, int]]) -> Leak | None:
+    def _trend(self, kind: str) -> Leak | None:
+        excess, memory = self._excess[kind], self._memory[kind]
+        has_levels = 2 * len(excess) > len(memory)
+        points = excess if has_levels else memory
         if len(points) < 4 * NUM_WINDOWS:
             return None
         size = len(points) / NUM_WINDOWS
@@ -85,6 +96,7 @@ class LeakWatch:
         slope = statistics.median((later - earlier) / (end - start) for (start, earlier), (end, later) in pairs)
         leak = Leak(kind, slope, points[0][0], points[-1][0])
         tolerance = self.tolerances.get(kind, self.tolerance)
-        if rises < SIGNIFICANT_RISES or min(lows[-1][1] - lows[0][1], leak.total) <= tolerance:
+        enough = SIGNIFICANT_RISES if has_levels else SIGNIFICANT_RISES_OF_ALL
+        if rises < enough or min(lows[-1][1] - lows[0][1], leak.total) <= tolerance:
             return None
         return leak

@@ -184,6 +184,7 @@ class Monitor:
         memories = [device_memory(device) for device in self.devices]
         failure.free = Bytes(min((memory.free for memory in memories), default=0))
         failure.in_use = Bytes(max((memory.allocated for memory in memories), default=0))
+        failure.computes_on_host = all(device.type == "cpu" for device in self.devices)
         failure.numbers = self.describe()
         failure.remedies = self._remedies(failure)
 

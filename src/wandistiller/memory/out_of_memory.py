@@ -28,6 +28,13 @@ _DISK_SIGNS = ("No space left on device", "Disk quota exceeded")
 _ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) ?([KMGT]iB|bytes)")
 
 
+_OTHERWISE = {
+    "device": "close what else uses the card, or take a smaller model, picture or batch.",
+    "host": "close what else runs here, or take a smaller model; wandistiller doctor shows what is free.",
+    "disk": "free some room there or write elsewhere, then run the same command again; nothing half-written is left.",
+}
+
+
 @dataclass
 class Failure:
     """Where and when memory ran out."""
@@ -43,7 +50,14 @@ class Failure:
     free: Bytes = field(default_factory=lambda: Bytes(0))
     in_use: Bytes = field(default_factory=lambda: Bytes(0))
     """What tensors took on the fullest device at that moment."""
+    computes_on_host: bool = False
+    """Whether the run is one on the CPU."""
     remedies: Sequence[Remedy] = ()
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether what ran out is the memory that the run computes in."""
+        return self.kind == "device" or (self.kind == "host" and self.computes_on_host)
 
 
 def classify(error: BaseException) -> Failure | None:
@@ -108,14 +122,14 @@ def describe(failure: Failure, command: str, config: CommandConfig, error: BaseE
     shortage = max((failure.asked or 0) - failure.free, 0)
     lines = [f"    {remedy}" for remedy in remedies]
     if remedies:
-        changes = changes_of(enough(remedies, shortage, lambda changes: _is_possible(replace(config, **changes))))
+        chosen = enough(remedies, shortage, lambda changes: _is_possible(replace(config, **changes)))
+        changes = changes_of(chosen)
+        if sum(remedy.saves for remedy in chosen) < shortage:
+            short = f"{Bytes(shortage)} are short, which these do not free together"
+            lines.append(f"    {short}: {_OTHERWISE[failure.kind]}")
         fix = "\n".join(["most memory for the least time first:", *lines, "  run: " + command_line(command, config, changes)])
     else:
-        fix = {
-            "device": "Close what else uses the card, or take a smaller model, picture or batch.",
-            "host": "Close what else runs here, or take a smaller model; wandistiller doctor shows what is free.",
-            "disk": "Free some room there or write elsewhere, then run the same command again; nothing half-written is left.",
-        }[failure.kind]
+        fix = _OTHERWISE[failure.kind][0].upper() + _OTHERWISE[failure.kind][1:]
     return OutOfRoomError(what + ".", why="; ".join(why), fix=fix)
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.attached import attach_mark, remove_mark
@@ -29,8 +28,10 @@ from wandistiller.memory.block_store import BlockStore, HostStore, QuantisedStor
 from wandistiller.memory.disk_store import DiskStore
 from wandistiller.memory.gradients import GradientTaker, HostGradients
 from wandistiller.memory.host import HostBudget
+from wandistiller.memory.inspection import tensors_in, version_of
 from wandistiller.memory.lanes import Lane, Ticket, lane_for
 from wandistiller.memory.layout import BlockLayout, Member, lay_out, named_tensors, travelling
+from wandistiller.memory.stored_state import keep_state_readable
 from wandistiller.models.weight_files import Entry
 
 ReadTensor = Callable[[str], Tensor]
@@ -70,6 +71,10 @@ class BlockStream:
         """Positions of the blocks that pass through the slots, in their order: all, until some are kept."""
         self._places: dict[int, int] = {}
         """Where in the ring a position is."""
+        self._addresses: dict[int, tuple[Tensor, int]] = {}
+        """A parameter of each block in the ring, and where it has to be."""
+        self._changing: set[int] = set()
+        """Buffers that forward was seen to change; they stay on the device since."""
         self._kept: dict[int, Tensor] = {}
         """Blocks that stay on the device since the bus was found too slow, by position."""
         self.is_timed = False
@@ -84,6 +89,7 @@ class BlockStream:
         kept = sum(flat.numel() for flat in self._kept.values())
         return ring + kept + sum(tensor.nbytes for tensor, _ in self._outside)
 
+    @torch.inference_mode(False)
     def keep_up(self, room: int) -> int:
         """Let so many blocks stay on the device that the bus keeps up with the rest, as far as ``room`` bytes go.
 
@@ -117,9 +123,9 @@ class BlockStream:
         return seconds
 
     def _keep(self, position: int) -> None:
-        layout, values = self.layouts[position], self._values(position)
-        flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
-        for member in layout.members:
+        values = self._values(position)
+        flat = torch.empty(self.layouts[position].num_bytes, dtype=torch.uint8, device=self.device)
+        for member in self._members(position):
             member.view(flat).copy_(values[member.name])
             member.tensor.data = member.view(flat)
         self._kept[position] = flat
@@ -128,11 +134,18 @@ class BlockStream:
     def _make_places(self, ring: list[int]) -> None:
         """Let these blocks pass through the slots in turn."""
         self._ring, self._places = ring, {position: place for place, position in enumerate(ring)}
+        self._addresses.clear()
         self.invalidate()
         for position in ring:
             landing = self._slot(position).landing if self.unpacked is None else self.unpacked
-            for member in self.layouts[position].members:
+            for member in self._members(position):
                 bind(member.tensor, member.view(landing))
+                if isinstance(member.tensor, nn.Parameter):
+                    self._addresses[position] = (member.tensor, member.tensor.data_ptr())
+
+    def _members(self, position: int) -> list[Member]:
+        """Return those tensors of a block that are in its slot when it computes."""
+        return [member for member in self.layouts[position].members if id(member.tensor) not in self._changing]
 
     def _slot(self, position: int) -> _Slot:
         return self.slots[self._places[position] % self.num_slots]
@@ -149,11 +162,12 @@ class BlockStream:
         for slot in self.slots:
             slot.holds = None
 
+    @torch.inference_mode(False)
     def detach(self) -> None:
         """Give the model its weights back in ordinary host memory, and take off every hook."""
-        for index, layout in enumerate(self.layouts):
+        for index in range(len(self.layouts)):
             values = self._values(index)
-            for member in layout.members:
+            for member in self._members(index):
                 member.tensor.data = values[member.name].to("cpu", copy=True)
         homes = {id(tensor): home for tensor, home in self._outside}
         for _, tensor in named_tensors(self.model):  # adapters may have come since, which are on the device
@@ -183,6 +197,12 @@ class BlockStream:
         """
         if position in self._kept:
             return
+        if position in self._addresses and self._addresses[position][0].data_ptr() != self._addresses[position][1]:
+            raise UsageError(
+                "The weights of a streamed model were moved or converted.",
+                why="what is stored would no longer reach them.",
+                fix="Detach it, move or convert it, and stream it again.",
+            )
         count, upcoming, place = len(self._ring), [], self._places[position]
         for ahead in range(1, self.num_slots):
             following = place + step * ahead
@@ -219,11 +239,16 @@ class BlockStream:
         return slot
 
     def _hook(self, position: int, block: nn.Module) -> None:
+        members = self._members(position)
+        buffers = {each.name: each.tensor for each in members if not isinstance(each.tensor, nn.Parameter)}
+        versions: dict[str, int] = {}
+
         @torch.compiler.disable
         def before(module: nn.Module, args: Any) -> None:
             # A forward inside of a backward is a recomputation, and the block before is next.
             is_backward = torch._C._current_graph_task_id() != -1
             self.use(position, -1 if is_backward else 1)
+            versions.update({name: version_of(buffer) for name, buffer in buffers.items()})
             if self.is_timed and not is_backward:
                 self._clocks[position] = (self.lane.clock(), None)
 
@@ -231,14 +256,22 @@ class BlockStream:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self.is_timed and self._clocks.get(position, (0, 0))[1] is None:
                 self._clocks[position] = (self._clocks[position][0], self.lane.clock())
+            for name in [name for name, buffer in buffers.items() if version_of(buffer) != versions[name]]:
+                self._let_stay(buffers.pop(name))
             # Of several results backward may begin with any, and some may be used by nobody.
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
                     tensor.register_hook(lambda grad: self.use(position, -1))
 
         attach_mark(block, "stream", "streamed blocks")
         self._hooks.append(block.register_forward_pre_hook(before))
         self._hooks.append(block.register_forward_hook(after))
+
+    def _let_stay(self, buffer: Tensor) -> None:
+        """Let a buffer that forward changes be lost no more with its slot."""
+        buffer.data = buffer.data.clone()
+        self._changing.add(id(buffer))
+        self._outside.append((buffer, torch.device("cpu")))
 
     def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -247,9 +280,9 @@ class BlockStream:
     def _move_to_host(self) -> None:
         if not isinstance(self.store, HostStore):
             raise UsageError("Weights in 8 bits or on disk cannot be trained.", fix="Stream them from host memory as they are.")
-        for position, layout in enumerate(self.layouts):
+        for position in range(len(self.layouts)):
             values = self.store.views(position)
-            for member in layout.members:
+            for member in self._members(position):
                 tensor = member.tensor
                 gradient = tensor.grad
                 if self.gradients is not None and gradient is None:
@@ -260,9 +293,9 @@ class BlockStream:
                     tensor.grad = gradient.to(tensor.device)
 
     def _move_to_slots(self) -> None:
-        for position, layout in enumerate(self.layouts):
+        for position in range(len(self.layouts)):
             landing = self._slot(position).landing
-            for member in layout.members:
+            for member in self._members(position):
                 member.tensor.grad = None
                 member.tensor.data = member.view(landing)
         if self.gradients is not None:
@@ -271,35 +304,17 @@ class BlockStream:
 
     def _keep_state_readable(self) -> None:
         """Let ``state_dict`` and ``load_state_dict`` see the stored weights instead of what happens to be in the slots."""
-        places = {
-            id(member.tensor): (position, member.name)
-            for position, layout in enumerate(self.layouts)
-            for member in layout.members
-        }
-        names = {
-            name: places[id(tensor)]
-            for name, tensor in (
-                *self.model.named_parameters(remove_duplicate=False),
-                *self.model.named_buffers(remove_duplicate=False),
-            )
-            if id(tensor) in places
-        }
 
-        def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            for name, (position, member) in names.items():
-                if prefix + name in state:
-                    state[prefix + name] = self._values(position)[member]
+        def stored(position: int) -> dict[int, Tensor]:
+            values = self._values(position)
+            return {id(member.tensor): values[member.name] for member in self._members(position)}
 
-        def before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-            for name, (position, member) in names.items():
-                if prefix + name in state:
-                    self._values(position)[member].copy_(state[prefix + name])
-            self.invalidate()
-
-        self._hooks.append(self.model.register_state_dict_post_hook(after_save))
-        self._hooks.append(self.model.register_load_state_dict_pre_hook(before_load))
+        changed = self.invalidate if isinstance(self.store, HostStore) else None
+        for position, block in enumerate(self.blocks):
+            self._hooks += keep_state_readable(block, functools.partial(stored, position), changed)
 
 
+@torch.inference_mode(False)
 def stream_blocks(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -423,8 +438,6 @@ def _released(tensor: Tensor, value: Tensor) -> Tensor:
 
 def _make_ring(stream: BlockStream) -> None:
     largest = max((layout.num_bytes for layout in stream.layouts), default=0)
-    if not largest:
-        return
     for _ in range(stream.num_slots):
         landing = torch.empty(stream.store.staging_bytes or largest, dtype=torch.uint8, device=stream.device)
         # A model is often dropped with the next pass's first block on its way here.

@@ -40,7 +40,7 @@ def find_remedies(job: Job, failure: Failure) -> list[Remedy]:
             continue
         other = _phase(job, config, hardware, failure.role)
         slowdown = other.seconds / config.batch_size * job.config.batch_size / now.seconds if now.seconds else 1.0
-        found.append(Remedy(changes=changes, saves=_saved(now, other, failure.kind), slowdown=slowdown, why=why))
+        found.append(Remedy(changes=changes, saves=_saved(now, other, failure), slowdown=slowdown, why=why))
     return found
 
 
@@ -49,10 +49,9 @@ def _phase(job: Job, config: SampleConfig, hardware: Hardware, role: str) -> Pha
     return next((phase for phase in phases if phase.name == _PHASES[role]), phases[-1])
 
 
-def _saved(now: Phase, other: Phase, kind: str) -> Bytes:
-    if kind == "device":
-        return Bytes(now.peak - other.peak)
-    return Bytes(sum(now.total(where) - other.total(where) for where in ("host", "page-locked")))
+def _saved(now: Phase, other: Phase, failure: Failure) -> Bytes:
+    computing = now.peak - other.peak if failure.is_computing else 0
+    return Bytes(computing + (now.on_host - other.on_host if failure.kind == "host" else 0))
 
 
 def _ways(job: Job, failure: Failure) -> Iterator[Way]:
@@ -72,7 +71,7 @@ def _ways(job: Job, failure: Failure) -> Iterator[Way]:
             yield {"eight_bit": True}, "at a small error"
         if config.placement_name != "disk" and is_card:
             yield {"placement": "disk", **unstreamed}, "read from disk in every step"
-    if failure.role == "transformer" and failure.kind == "device" and config.batch_size > 1:
+    if failure.role == "transformer" and failure.is_computing and config.batch_size > 1:
         yield {"batch_size": config.batch_size // 2}, "and run it again with another seed"
 
 

@@ -40,7 +40,9 @@ class WatchMemory(Callback):
     def stepped(self, loop: Loop) -> None:
         if loop.step % self.EVERY:
             return
-        bucket = tuple(tuple(tensor.shape) for batch in loop.batches for tensor in batch.tensors.values())
+        # The largest tensor of each batch: captions, of any number of lengths, weigh little beside it.
+        largest = (max(batch.tensors.values(), key=lambda tensor: tensor.nbytes).shape for batch in loop.batches)
+        bucket = tuple(sorted(map(tuple, largest)))
         for kind, num_bytes in self._observe(loop.device).items():
             self._watch.observe(loop.step, kind, num_bytes, bucket)
         if self._recorder is not None and loop.step == -(-self._watch.warmup_steps // self.EVERY) * self.EVERY:

@@ -27,23 +27,27 @@ Way = tuple[dict[str, Any], str]
 
 def find_remedies(config: TrainConfig, shapes: Shapes, failure: Failure) -> list[Remedy]:
     """Return what the flags of ``train`` can do."""
-    if failure.kind != "device":
+    if failure.kind == "disk":
         return []
 
     def work(changed: TrainConfig, hardware: Hardware) -> Training:
         return train_work(changed, shapes, hardware, planned_pixels(changed, shapes.vae))
 
-    return _compared(config, _train_ways(config), work)
+    ways = _train_ways(config) if failure.is_computing else list(_host_ways(config))
+    return _compared(config, ways, work, failure)
 
 
 def find_distill_remedies(config: DistillConfig, shapes: Shapes, student: Mapping[str, Any], failure: Failure) -> list[Remedy]:
     """Return what the flags of ``distill`` can do."""
-    if failure.kind != "device":
+    if failure.kind == "disk":
         return []
     if failure.role == "teacher" and config.is_stored:
-        return _compared(config, list(_asking_ways(config)), _asking_work(shapes))
-    ways = [*_teacher_ways(config), *_activation_ways(config)] if config.asks_while_training else list(_activation_ways(config))
-    return _compared(config, ways, _distill_work(shapes, student))
+        ways = list(_asking_ways(config) if failure.is_computing else _teacher_host_ways(config))
+        return _compared(config, ways, _asking_work(shapes), failure)
+    teacher_ways = _teacher_ways if failure.is_computing else _teacher_host_ways
+    ways = list(_activation_ways(config) if failure.is_computing else _host_ways(config))
+    ways = [*teacher_ways(config), *ways] if config.asks_while_training else ways
+    return _compared(config, ways, _distill_work(shapes, student), failure)
 
 
 def _asking_work(shapes: Shapes) -> Callable[[DistillConfig, Hardware], Passes]:
@@ -90,6 +94,17 @@ def _activation_ways(config: TrainConfig | DistillConfig) -> Iterator[Way]:
         yield {"batch_size": half, "gradient_accumulation": config.gradient_accumulation * 2}, ""
 
 
+def _host_ways(config: TrainConfig | DistillConfig) -> Iterator[Way]:
+    """Yield what spares host memory where a card computes."""
+    if config.activations_to_host:
+        yield {"activations_to_host": False}, "what is kept stays on the card"
+
+
+def _teacher_host_ways(config: DistillConfig) -> Iterator[Way]:
+    if config.strategy in ("auto", "offload", "cpu"):
+        yield {"teacher_device_strategy": "disk"}, "read from disk for each question"
+
+
 def _asking_ways(config: DistillConfig) -> Iterator[Way]:
     if config.rollout_batch > 1:
         yield {"rollout_batch": config.rollout_batch // 2}, ""
@@ -104,7 +119,9 @@ def _teacher_ways(config: DistillConfig) -> Iterator[Way]:
         yield {"cache_teacher": True}, "no teacher while training"
 
 
-def _compared(config: ConfigT, ways: list[Way], work: Callable[[ConfigT, Hardware], Training | Passes]) -> list[Remedy]:
+def _compared(
+    config: ConfigT, ways: list[Way], work: Callable[[ConfigT, Hardware], Training | Passes], failure: Failure
+) -> list[Remedy]:
     """Return the ways with what each saves and costs against the run as it is."""
     hardware = of_this_job(detect(measures=False))  # measuring would need memory
     now, seconds = _taken(work(config, hardware), hardware)
@@ -113,7 +130,9 @@ def _compared(config: ConfigT, ways: list[Way], work: Callable[[ConfigT, Hardwar
         other, longer = _taken(work(replace(config, **changes), hardware), hardware)
         is_known = 0 < seconds < float("inf") and longer < float("inf")
         slowdown = longer / seconds if is_known else 1.0
-        found.append(Remedy(changes=changes, saves=Bytes(now.reserved - other.reserved), slowdown=slowdown, why=why))
+        saves = now.reserved - other.reserved if failure.is_computing else 0
+        saves += now.on_host - other.on_host if failure.kind == "host" else 0
+        found.append(Remedy(changes=changes, saves=Bytes(saves), slowdown=slowdown, why=why))
     return found
 
 

@@ -336,7 +336,7 @@ def measure_latents(
 
 def _find_remedies(job: _Job, failure: Failure) -> list[Remedy]:
     """Return what the flags of ``train-vae`` can do, each predicted as the training itself is."""
-    if failure.kind != "device":
+    if not failure.is_computing:
         return []
     hardware = hardware_of(job.device, measures=False)  # measuring would need memory
     now = _foresee(job)(hardware)

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as functional
 from diffusers import WanTransformer3DModel
 from helpers.live_bytes import LiveBytes
 from torch import nn
+from transformers import UMT5Config, UMT5EncoderModel
 
 from wandistiller.errors import UsageError
 from wandistiller.memory import attention
@@ -286,6 +288,75 @@ def test_whatever_a_block_returns(make, take, policy, to_host):
     assert found_kind is kind
     for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left, right)
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+
+
+class Boxed(nn.Module):
+    def __init__(self, takes, returns):
+        super().__init__()
+        self.layer, self.takes, self.returns = nn.Linear(16, 16), takes, returns
+
+    def forward(self, x):
+        result = torch.tanh(self.layer(x.hidden if self.takes else x))
+        return Result(result) if self.returns else result
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_class_whose_tensors_would_have_no_gradients_is_named(policy, takes):
+    block, x = Boxed(takes, not takes), torch.randn(4, 16, requires_grad=True)
+    apply_policy([block], policy, "cpu")
+    with pytest.raises(UsageError, match="a Result with tensors"):
+        block(Result(x) if takes else x)
+
+
+def test_parameters_of_results_that_nobody_uses_have_no_gradient():
+    block = Several(lambda new, old: (old * 2, new))
+    apply_policy([block], "full", "cpu")
+    block(torch.randn(4, 16, requires_grad=True))[0].sum().backward()
+    assert block.layer.weight.grad is None
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x += torch.tanh(self.layer(x.clone()))
+        return x
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_what_is_changed_in_place_is_not_recomputed(policy):
+    """Recomputed from what it was changed to, gradients would be wrong."""
+    block = InPlace()
+    apply_policy([block], policy, "cpu")
+    with pytest.raises(UsageError, match="changed in place"):
+        block(torch.randn(4, 16))
+    plain, x = nn.Linear(16, 16), torch.randn(4, 16)
+    apply_policy([plain], policy, "cpu")
+    output = plain(x)
+    x.zero_()
+    with pytest.raises(UsageError, match="changed in place"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("granularity", ["attention", "feed_forward"])
+def test_parts_of_a_text_encoder_are_recomputed_once(granularity):
+    """Its attention and its feed-forward have others within them."""
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4))
+    name = {"attention": "UMT5Attention", "feed_forward": "UMT5DenseGatedActDense"}[granularity]
+    part = next(module for module in encoder.modules() if type(module).__name__ == name)
+    calls = []
+    next(part.children()).register_forward_pre_hook(lambda *_: calls.append(1))
+    apply_policy(list(encoder.encoder.block), "full", "cpu", granularity=granularity)
+    encoder(torch.arange(8)[None]).last_hidden_state.sum().backward()
+    assert len(calls) == 2
 
 
 def test_going_backward_twice_is_told():

@@ -69,6 +69,23 @@ def test_a_leak_under_buckets_is_found():
     assert leak.bytes_per_step == pytest.approx(4000, rel=0.1)
 
 
+@pytest.mark.parametrize("num_buckets", [60, 10**6], ids=["many", "never twice"])
+@pytest.mark.parametrize("each", [0, 2**20])
+def test_buckets_that_are_seldom_seen_twice_hide_no_leak(num_buckets, each):
+    """As with accumulated batches of several sizes, of which there are many combinations."""
+    found = []
+    for seed in range(20):
+        rng = random.Random(seed)
+        buckets = [rng.randrange(num_buckets) for _ in range(300)]
+        sizes = {bucket: rng.randrange(200 * MIB) for bucket in buckets}
+        observer = LeakWatch(warmup_steps=0)
+        for index, bucket in enumerate(buckets):
+            observer.observe(10 * index, "device", 10**9 + sizes[bucket] + each * 10 * index, bucket)
+        found += observer.leaks()
+    assert len(found) == (20 if each else 0)
+    assert all(leak.bytes_per_step == pytest.approx(each, rel=0.2) for leak in found)
+
+
 def test_kinds_are_told_apart():
     observer = LeakWatch(warmup_steps=0)
     for step in range(1000):
@@ -86,8 +103,8 @@ def test_few_observations_say_nothing():
 def test_it_does_not_leak_itself():
     observer = LeakWatch(warmup_steps=0, max_observations=256)
     for step in range(50_000):
-        observer.observe(step, "device", 10**9 + 1000 * step)
-    assert len(observer._excess["device"]) <= 257
+        observer.observe(step, "device", 10**9 + 1000 * step, bucket=step // 2)
+    assert max(len(observer._levels), len(observer._excess["device"]), len(observer._memory["device"])) <= 257
     assert observer.leaks()[0].bytes_per_step == pytest.approx(1000, rel=0.02)
 
 

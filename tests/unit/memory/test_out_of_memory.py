@@ -81,6 +81,14 @@ def test_remedies_are_ordered_by_gigabytes_saved_against_time_lost():
     assert enough([quick, again], 100 * gib) == [quick], "one field is changed once"
 
 
+@pytest.mark.parametrize(("asked", "is_said"), [(1, False), (40, True)])
+def test_remedies_that_are_not_enough_are_said_to_be(asked, is_said):
+    failure = Failure("device", Bytes(asked * 2**30), remedies=[remedy("vae_tiling", 3, 1.03)])
+    text = str(describe(failure, "sample", SampleConfig(model="tiny"), MemoryError()))
+    assert "--vae-tiling: frees 3.0 GiB, hardly slower" in text
+    assert ("40.0 GiB are short, which these do not free together: close what else uses the card" in text) == is_said
+
+
 TRAIN = ["--model", "tiny-random", "--dataset-path", "world:4:1x32x32", "--output-dir", "run"]
 
 
@@ -149,6 +157,7 @@ def test_a_command_line_under_torchrun(monkeypatch):
     assert line == f"{launch} -m wandistiller sample --model tiny --steps 3"
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 @pytest.mark.parametrize(
     ("place", "flags", "expected"),
     [
@@ -156,9 +165,11 @@ def test_a_command_line_under_torchrun(monkeypatch):
         ("write", {"width": 512, "height": 512}, ["while decoding and writing, role vae", "--vae-tiling"]),
     ],
 )
-def test_sampling_that_runs_out_of_memory(tmp_path, monkeypatch, place, flags, expected):
+def test_sampling_that_runs_out_of_memory(tmp_path, monkeypatch, place, flags, expected, error):
+    """A run on the CPU computes in host memory, so the same helps there."""
+
     def fail(*args, **kwargs):
-        raise torch.OutOfMemoryError(CUDA_MESSAGE)
+        raise error(CUDA_MESSAGE)
 
     monkeypatch.setattr(sampler, place, fail)
     with pytest.raises(OutOfRoomError) as caught:

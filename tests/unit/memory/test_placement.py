@@ -9,7 +9,7 @@ from torch import nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory import auto
-from wandistiller.memory.device_map import read_device_map, without_overlaps
+from wandistiller.memory.device_map import check_device_map, read_device_map, without_overlaps
 from wandistiller.memory.estimates import HOST_SHARE, margin
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.placements import PLACEMENTS, find_placement
@@ -27,7 +27,12 @@ OPTIONS = {
     "balanced": [{}],
     "sequential": [{}],
     "auto": [{}],
-    "custom": [{"map": {"": "cpu"}}, {"map": {"": "cpu", "blocks": {"1": "disk", "3": "disk"}}}],
+    "custom": [
+        {"map": {"": "cpu"}},
+        {"map": {"": "disk"}},
+        {"map": {"": "cpu", "blocks": {"1": "disk", "3": "disk"}}},
+        {"map": {"": "cpu", "scale_shift_table": "disk", "blocks": {"1": {"": "disk", "attn1": "cpu"}, "2.ffn": "disk"}}},
+    ],
 }
 CASES = [(name, options) for name, variants in OPTIONS.items() for options in variants]
 
@@ -195,9 +200,24 @@ def test_an_unreadable_device_map(tmp_path):
         read_device_map(tmp_path / "map.json")
 
 
+def test_a_device_map_that_says_something_twice(tmp_path):
+    (tmp_path / "map.json").write_text('{"": "cpu", "blocks.1": "cpu", "blocks.1": "disk"}')
+    with pytest.raises(UsageError, match=r"'blocks\.1' stands there more than once"):
+        read_device_map(tmp_path / "map.json")
+
+
+def test_a_block_computes_on_one_device(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    model = empty(checkpoint).model
+    check_device_map({"": 0, "blocks.1": 1, "blocks.2": "cpu", "blocks.3.ffn": "disk"}, model)
+    with pytest.raises(UsageError, match=r"lets 'blocks\.1' compute on 0 and 1"):
+        check_device_map({"": "cpu", "blocks.0": 0, "blocks.1.ffn": 1}, model)
+
+
 def test_parts_of_a_map_are_where_it_says_the_first_card_included(checkpoint):
     found = without_overlaps(empty(checkpoint).model, {"": 0, "blocks.1": "cpu", "blocks.1.ffn": 1})
     assert (found["blocks.0"], found["blocks.1.attn1"], found["blocks.1.ffn"]) == (0, "cpu", 1)
+    assert found["blocks.1.scale_shift_table"] == 0  # where the parts on the host compute
     assert {place for name, place in found.items() if not name.startswith("blocks.1.")} == {0}
 
 

@@ -53,3 +53,15 @@ def test_growth_is_told_once_with_its_size_and_site(tmp_path, monkeypatch, kind,
     assert path.exists() == (has_snapshot and kind == "device")
     advice = "train.py:7 (keep) holds 3.0 MiB more" if has_snapshot else "Run again with --memory-snapshot"
     assert any(advice in line for line in said) == (kind == "device")
+
+
+def test_captions_of_other_lengths_are_no_other_bucket(monkeypatch):
+    """Else hardly a step could be compared with another; nor does the order of accumulated batches matter."""
+    seen = []
+    watch = WatchMemory(LeakWatch(warmup_steps=0))
+    monkeypatch.setattr(watch._watch, "observe", lambda step, kind, num_bytes, bucket: seen.append(bucket))
+    monkeypatch.setattr(watch, "_observe", lambda device: {"device": 1})
+    for length, sizes in ((3, (4, 8)), (5, (8, 4)), (5, (8, 8))):
+        batches = [SimpleNamespace(tensors={"text": torch.zeros(1, length), "latents": torch.zeros(9, size)}) for size in sizes]
+        watch.stepped(SimpleNamespace(step=10, device=torch.device("cpu"), batches=batches))
+    assert seen[0] == seen[1] != seen[2]

@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
+from wandistiller.memory.advice import in_order
+from wandistiller.memory.hardware import H200, Hardware
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, build_empty
-from wandistiller.train.remedies import find_remedies
+from wandistiller.train import remedies
+from wandistiller.train.remedies import find_distill_remedies, find_remedies
 from wandistiller.units import Bytes
 
 RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "test"}
@@ -33,6 +37,36 @@ def propose(monkeypatch):
         return {name: remedy.saves for remedy in found for name in remedy.changes}, count
 
     return find
+
+
+@pytest.fixture
+def shapes():
+    return Shapes.of(SIZES["tiny"].vae, SIZES["tiny"].transformer)
+
+
+def test_host_memory_of_a_training_on_the_cpu_is_what_it_computes_in(shapes):
+    config = TrainConfig(model="tiny", dataset_path="world:9:1x64x64", width=64, height=64, frames=(1,), batch_size=4)
+    on_cpu = find_remedies(config, shapes, Failure("host", None, computes_on_host=True))
+    found = {name: remedy.saves for remedy in on_cpu for name in remedy.changes}
+    assert found["batch_size"] > 0
+    assert found["placement"] <= 0, "weights in host memory are no remedy"
+    assert find_remedies(config, shapes, Failure("host", None)) == []
+    kept = replace(config, activations_to_host=True, activation_policy="full")
+    assert [remedy.changes for remedy in find_remedies(kept, shapes, Failure("host", None))] == [{"activations_to_host": False}]
+
+
+def test_host_memory_of_a_distillation_is_spared_by_a_teacher_on_disk(monkeypatch):
+    monkeypatch.setattr(remedies, "detect", lambda measures: Hardware(card=H200, host_memory=Bytes(2**37)))
+    config = DistillConfig(
+        teacher_path="tiny", dataset_path="world:9:1x64x64", width=64, height=64, teacher_device_strategy="offload"
+    )
+    config.check()
+    size = SIZES["wan2.1-1.3b"]
+    student = {**size.transformer, "num_layers": 4}
+    found = find_distill_remedies(config, Shapes.of(size.vae, size.transformer), student, Failure("host", None, role="student"))
+    (remedy,) = in_order(found)
+    assert remedy.changes == {"teacher_device_strategy": "disk"}
+    replace(config, **remedy.changes).check()
 
 
 def test_ranks_with_the_whole_model_can_share_it(propose):

@@ -1,5 +1,7 @@
 """Blocks that are stored in 8 bits: half the bytes, an error that is said, and gradients that pass."""
 
+import copy
+
 import pytest
 import torch
 from helpers.streaming import LateLane, run
@@ -77,3 +79,10 @@ def test_weights_in_8_bits_cannot_be_trained(model, inputs):
     model(*(tensor.to(torch.bfloat16) for tensor in inputs), return_dict=False)[0].sum().backward()
     with pytest.raises(UsageError, match="cannot be trained"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_no_state_is_loaded_into_8_bits(model):
+    state = copy.deepcopy(model.state_dict())
+    stream_blocks(model, list(model.blocks), "cpu", quantise=True)
+    with pytest.raises(UsageError, match="8 bits"):
+        model.load_state_dict(state)

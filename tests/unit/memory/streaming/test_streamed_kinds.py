@@ -1,6 +1,8 @@
 """Blocks of every kind can be streamed: mixed dtypes, tied and shared parameters, buffers, several results."""
 
 import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +98,45 @@ def test_running_statistics_are_not_lost_with_the_slot():
     assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_buffers_that_forward_changes_are_not_lost_with_the_slot(num_slots):
+    class Counting(Plain):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+            self.register_buffer("unchanged", torch.randn(8))
+
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x) + self.count * self.unchanged
+
+    model, x = Chain(block=Counting), torch.randn(16, 8)
+    twin = copy.deepcopy(model)
+    stream = stream_blocks(model, list(model.blocks), "cpu", num_slots=num_slots, lane=LateLane())
+    for _ in range(3):
+        assert torch.equal(model(x), twin(x))
+    assert stream.device_bytes == sum(slot.landing.numel() for slot in stream.slots) + 4 * (2 * (64 + 8) + 5)
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
+    stream.detach()
+    assert torch.equal(model(x), twin(x))
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantise": True}, {"resident": 9}, {"resident": 9, "quantise": True}])
+def test_blocks_with_nothing_to_stream(options):
+    model, x = Chain(block=Nothing), torch.randn(3, 8)
+    expected = model(x)
+    stream = stream_blocks(model, list(model.blocks), "cpu", lane=LateLane(), **options)
+    assert torch.equal(model(x), expected)
+    stream.detach()
+    assert torch.equal(model(x), expected)
+
+
 class Pair(nn.Module):
     """Two results, the second computed last, so that backward begins with it."""
 
@@ -104,7 +145,7 @@ class Pair(nn.Module):
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, pair):
-        left, right = pair["pair"] if isinstance(pair, dict) else pair
+        left, right = taken(pair)
         left = torch.tanh(self.first(left + right))
         return self.result(left, torch.tanh(self.second(left)))
 
@@ -117,17 +158,34 @@ class Named(Pair):
         return {"note": None, "pair": [left, right]}
 
 
+@dataclass(slots=True)
+class Result:
+    pair: tuple[torch.Tensor, torch.Tensor]
+
+
+class Wrapped(Pair):
+    """In a class that PyTorch's trees do not know, within one that they do not know either."""
+
+    def result(self, left, right):
+        return SimpleNamespace(result=Result((left, right)))
+
+
+def taken(result):
+    if isinstance(result, SimpleNamespace):
+        return result.result.pair
+    return result["pair"] if isinstance(result, dict) else result
+
+
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
-@pytest.mark.parametrize("block", [Pair, Named])
+@pytest.mark.parametrize("block", [Pair, Named, Wrapped])
 def test_blocks_with_several_results(block, num_slots, train):
     model = nn.Sequential(*[block() for _ in range(5)])
     x = torch.randn(3, 8)
 
     def run(stream=None):
         model.zero_grad()
-        result = model((x, x))
-        (result["pair"] if isinstance(result, dict) else result)[1].square().sum().backward()
+        taken(model((x, x)))[1].square().sum().backward()
         return {name: stream.gradients.of(p).clone() if stream else p.grad.clone() for name, p in model.named_parameters()}
 
     expected = run()

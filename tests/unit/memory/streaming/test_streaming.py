@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.streaming import LateLane, gradients, run
+from peft import LoraConfig
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.lanes import ImmediateLane
@@ -134,6 +135,51 @@ def test_loading_a_state_while_streaming(model, inputs):
     run(model, inputs)
     model.load_state_dict(other.state_dict())
     assert torch.equal(run(model, inputs), expected)
+
+
+def test_the_state_of_a_part_and_under_adapters_that_came_later(model, inputs):
+    state = copy.deepcopy(model.state_dict())
+    stream_blocks(model, list(model.blocks), "cpu", lane=LateLane())
+    run(model, inputs)
+    assert all(torch.equal(value, state[f"blocks.{name}"]) for name, value in model.blocks.state_dict().items())
+    halved = {name: value / 2 for name, value in model.blocks[1].state_dict().items()}
+    model.blocks[1].load_state_dict(halved)
+    state.update({f"blocks.1.{name}": value for name, value in halved.items()})
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    run(model, inputs)
+    found = {name.replace("base_layer.", ""): value for name, value in model.state_dict().items() if "lora" not in name}
+    assert found.keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in found.items())
+
+
+def test_a_state_of_other_shapes_changes_nothing(model):
+    state = copy.deepcopy(model.state_dict())
+    stream_blocks(model, list(model.blocks), "cpu", lane=LateLane())
+    name = "blocks.1.attn1.to_q.bias"
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**state, name: torch.zeros(1)})
+    assert torch.equal(model.state_dict()[name], state[name])
+
+
+@pytest.mark.parametrize("change", [lambda model: model.double(), lambda model: model.to(torch.bfloat16)])
+def test_a_streamed_model_is_not_converted_by_mistake(model, inputs, change):
+    stream_blocks(model, list(model.blocks), "cpu")
+    change(model)
+    with pytest.raises(UsageError, match="moved or converted"):
+        run(model, [each.to(model.dtype) for each in inputs])
+
+
+def test_what_is_attached_in_inference_mode_is_trained_afterwards(model, inputs):
+    expected = gradients(model, inputs)
+    with torch.inference_mode():
+        stream = stream_blocks(model, list(model.blocks), "cpu", lane=LateLane())
+        model(*inputs)
+    found = gradients(model, inputs)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with torch.inference_mode():
+        stream.detach()
+    found = gradients(model, inputs)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_compiled_blocks_stream_too(model, inputs):
