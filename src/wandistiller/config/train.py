@@ -90,9 +90,12 @@ class TrainConfig(TransformerTrainingConfig):
                 fix="Leave one of them away.",
             )
         if self.placement in ("balanced", "sequential", "custom"):
-            raise UsageError(f"--placement {self.placement} is not for training.", fix="Take gpu, offload, disk or cpu.")
+            fix = "Take gpu or offload; with --lora-rank also disk, cpu or auto."
+            raise UsageError(f"--placement {self.placement} is not for training.", fix=fix)
         if self.placement in ("disk", "cpu", "auto") and not self.lora_rank:
-            raise UsageError(f"--placement {self.placement} cannot train all weights.", fix="Take gpu or offload.")
+            raise UsageError(
+                f"--placement {self.placement} cannot train all weights.", fix="Take gpu or offload, or add --lora-rank."
+            )
         if self.placement == "disk" and self.from_scratch:
             raise UsageError("--from-scratch has no weights on disk.", fix="Take another --placement.")
         if self.placement == "offload" and not self.lora_rank:

@@ -73,6 +73,59 @@ def test_what_comes_back_from_the_host_is_waited_for():
             assert keeper.get(kept[group][number]).unique().tolist() == [10 * group + number]
 
 
+class Marking(Late):
+    """Copies may not begin before the computation of what they copy, or of what used the memory before."""
+
+    def __init__(self):
+        super().__init__()
+        self.latest = None
+        self.waited = []
+
+    def mark(self):
+        self.latest = object()
+        return self.latest
+
+    def start(self, work, after):
+        assert after is self.latest is not None, "nothing says when the copy may begin"
+        self.latest = None
+        return super().start(work, after)
+
+    def wait(self, ticket):
+        self.waited.append(ticket)
+        super().wait(ticket)
+
+
+def test_copies_of_what_is_kept_begin_after_the_computation_so_far():
+    keeper = HostKeeper(CPU, lane=Marking(), min_bytes=1)
+    keeper.begin()
+    kept = keeper.put(torch.full((64,), 3.0))
+    assert keeper.get(kept).unique().tolist() == [3.0]
+
+
+def test_what_leaves_for_the_host_is_there_until_the_computation_has_waited_for_its_copy():
+    lane = Marking()
+    keeper = HostKeeper(CPU, lane=lane, min_bytes=1)
+    keeper.begin()
+    tensor = torch.zeros(64)
+    storage = weakref.ref(tensor.untyped_storage())
+    kept = keeper.put(tensor)
+    (ticket,) = lane.pending
+    del tensor
+    keeper.begin()
+    assert storage() is not None and ticket not in lane.waited
+    keeper.begin()
+    assert ticket in lane.waited
+    assert keeper.get(kept).numel() == 64
+
+
+def test_copies_of_gradients_begin_after_the_computation_so_far():
+    block, lane = nn.Linear(4, 4), Marking()
+    gradients = HostGradients([lay_out(named_tensors(block))], CPU, lambda *_: None, lane=lane)
+    block(torch.ones(2, 4)).sum().backward()
+    gradients.wait()
+    gradients.close()
+
+
 class Behind(Late):
     """A device that gets on with its copies only while the computing thread waits for one."""
 

@@ -62,8 +62,11 @@ def test_detaching_leaves_no_trace(model, inputs):
     run(model, inputs)
     stream.detach()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
-    assert not (model._state_dict_hooks or model._load_state_dict_pre_hooks)
+    for module in model.modules():
+        assert not (module._forward_hooks or module._forward_pre_hooks)
+        assert not (module._state_dict_hooks or module._load_state_dict_pre_hooks)
+    # Each with memory of its own, so that the store's can go.
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in model.parameters())
     assert torch.equal(run(model, inputs), expected)
 
 
@@ -125,13 +128,15 @@ def test_a_model_on_the_meta_device_never_passes_through_the_device(model, input
     assert torch.equal(run(empty, inputs), expected)
 
 
-def test_loading_a_state_while_streaming(model, inputs):
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("lane", [ImmediateLane, LateLane])
+def test_loading_a_state_while_streaming(model, inputs, num_slots, lane):
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.5)
     expected = run(other, inputs)
-    stream_blocks(model, list(model.blocks), "cpu", lane=LateLane())
+    stream_blocks(model, list(model.blocks), "cpu", num_slots=num_slots, lane=lane())
     run(model, inputs)
     model.load_state_dict(other.state_dict())
     assert torch.equal(run(model, inputs), expected)
