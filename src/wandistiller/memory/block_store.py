@@ -223,6 +223,14 @@ class QuantisedStore(_InHostMemory):
         """The norm of what rounding changed, against the norm of the rounded weights."""
         return float((self._squared_error / self._squared_norm) ** 0.5) if self._squared_norm else 0.0
 
+    @property
+    def report(self) -> str:
+        """What is to be said to the user."""
+        if not any(self._counts):
+            return "Nothing is stored in 8 bits: that is for matrices in bfloat16 or float16, and there are none"
+        worst = f"the worst by {self.worst_error:.2%}"
+        return f"In 8 bits: rounding changes the blocks' matrices by {self.relative_error:.2%}, {worst}"
+
     @classmethod
     def is_packed(cls, member: Member) -> bool:
         """Say whether a member is stored in 8 bits."""

@@ -25,6 +25,7 @@ from wandistiller.memory.monitor import device_memory
 from wandistiller.memory.shared_host import ranks_here, share
 from wandistiller.memory.streaming import BlockStream, ReadTensor, bind, spread_evenly, stream_blocks
 from wandistiller.models.weight_files import Entry
+from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
 
@@ -201,6 +202,8 @@ class Streamed(Placement):
             shared_as=f"{subject.key} {self._resident} {self.quantise}" if self._is_shared(subject) else None,
             train=self.train,
         )
+        if isinstance(stream.store, QuantisedStore):
+            say(stream.store.report)
         stream.is_timed = self.resident == "auto"
         placed = Placed(footprint, stream.detach, stream=stream)
         placed.keep_up = lambda: _keep_up(stream, placed) if self.resident == "auto" else ""

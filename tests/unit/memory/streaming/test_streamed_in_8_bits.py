@@ -1,6 +1,7 @@
 """Blocks that are stored in 8 bits: half the bytes, an error that is said, and gradients that pass."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from helpers.streaming import LateLane, run
 from torch import nn
 
 from wandistiller.errors import UsageError
+from wandistiller.memory.placement import Subject, find_placement
 from wandistiller.memory.streaming import stream_blocks
 
 
@@ -33,6 +35,19 @@ def test_8_bit_storage_halves_the_bytes_and_says_its_error(model, inputs, num_sl
     # Rounding to steps of max/127 is an error of step/sqrt(12), 0.4 % of uniform weights' norm.
     assert 0.002 < stream.store.relative_error < 0.008
     assert stream.store.worst_error >= stream.store.relative_error
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (torch.bfloat16, r"In 8 bits: rounding changes the blocks' matrices by 0\.\d\d%, the worst by 0\.\d\d%"),
+        (torch.float32, "Nothing is stored in 8 bits: that is for matrices in bfloat16 or float16, and there are none"),
+    ],
+)
+def test_the_error_is_said_to_the_user(model, dtype, said, capfd):
+    subject = Subject(model=model.to(dtype).requires_grad_(False), blocks=list(model.blocks))
+    find_placement("offload", quantise=True).attach(subject, torch.device("cpu"))
+    assert re.search(said, capfd.readouterr().err)
 
 
 def test_8_bit_storage_of_mixed_dtypes():
