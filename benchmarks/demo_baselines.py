@@ -31,6 +31,7 @@ SMALL: dict[str, Any] = {
     "warmup_steps": 0,
     "judge_samples": 0,
     "held_out": None,
+    "validate_every": 0,
 }
 
 

@@ -67,7 +67,9 @@ def end_rank(error: BaseException, exit_code: int, *, with_processes: Sequence[i
         text = "".join(traceback.format_exception(error))
     print(f"error: {text}", file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        # The earliest failure is the one that torchrun shows, and those that are killed for this one come after it.
+        moment = int(time.time()) - bool(with_processes)
+        details = {"py_callstack": text, "timestamp": str(moment)}
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
