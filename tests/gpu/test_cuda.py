@@ -302,7 +302,13 @@ def test_blocks_stay_where_the_bus_is_too_slow(inputs):
         assert torch.equal(model.to(CUDA)(*short)[0], expected)
 
 
-@pytest.mark.parametrize("placement", ["gpu", "cpu", "offload", "disk", "balanced", "sequential", "custom", "auto"])
+MAPS = {
+    "blocks": '{"": 0, "blocks": {"0": "cpu", "1": "disk"}}',
+    "parts of blocks": '{"": 0, "blocks": {"0": {"": 0, "ffn": "cpu"}, "1": {"": "cpu", "attn1": 0, "ffn": "disk"}}}',
+}
+
+
+@pytest.mark.parametrize("placement", ["gpu", "cpu", "offload", "disk", "balanced", "sequential", *MAPS, "auto"])
 def test_sampling_by_placement(tmp_path, placement):
     options = {
         "model": "tiny-random",
@@ -314,10 +320,10 @@ def test_sampling_by_placement(tmp_path, placement):
         "height": 64,
     }
     expected = sample(output=tmp_path / "a.png", placement="gpu", **options)[0].latents
-    if placement == "custom":
-        (tmp_path / "map.json").write_text('{"": 0, "blocks": {"0": "cpu", "1": "disk"}}')
+    if placement in MAPS:
+        (tmp_path / "map.json").write_text(MAPS[placement])
         options |= {"device_map": tmp_path / "map.json"}
-    found = sample(output=tmp_path / "b.png", placement=placement, **options)[0].latents
+    found = sample(output=tmp_path / "b.png", placement="custom" if placement in MAPS else placement, **options)[0].latents
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
