@@ -27,6 +27,8 @@ from wandistiller.units import Bytes
 PREDICTED = re.compile(r"Predicted: (?:at most|about) ([\d.]+ \w+) on \S+ \(.*?\)(?:, ([\d.e+-]+) s a step)?")
 MEASURED = re.compile(r"Measured: ([\d.]+ \w+) on \S+?(?:, ([\d.e+-]+) s a step)?;")
 STUDENT = {"hidden_size": 1536, "depth": 12, "num_heads": 12}
+SIDES = ((832, 480), (1280, 704))
+"""Width and height that each model is usually sampled at."""
 SMALL_STUDENT = {"hidden_size": 48, "depth": 2, "num_heads": 2}
 
 
@@ -72,9 +74,6 @@ def commands(folder: Path, is_small: bool) -> dict[str, list[object]]:
             *("--width", side, "--height", side, *steps, "--batch-size", 2, "--gan-training", "--statistics-samples", 4),
         ],
     }
-
-
-SIDES = ((832, 480), (1280, 704))
 
 
 def sizes(is_small: bool) -> tuple[str, str]:

@@ -88,6 +88,11 @@ class Hardware:
         return update_rate() if self.host_rate is None else self.host_rate
 
     @property
+    def link_rate(self) -> float:
+        """Bytes a second between the cards of a machine, or between processes that compute on its CPU."""
+        return self.card.link_rate if self.card is not None else 1e10
+
+    @property
     def num_ranks(self) -> int:
         """Processes that train together: one a card, where there are several."""
         return max(self.num_cards, 1) * self.num_nodes

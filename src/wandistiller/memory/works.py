@@ -40,9 +40,8 @@ def forward_seconds(use: Use, placing: Placing, hardware: Hardware) -> float:
 def gathered_seconds(use: Use, slices: int, hardware: Hardware) -> float:
     """Return the time in which ranks bring a frozen transformer's slices together for one pass, beside the computation."""
     is_within = slices <= max(hardware.num_cards, 1)
-    link = hardware.card.link_rate if hardware.card is not None else 1e10
     weights = sum(each.nbytes for each in use.model.parameters())
-    return weights * (slices - 1) / slices / (link if is_within else hardware.network_rate)
+    return weights * (slices - 1) / slices / (hardware.link_rate if is_within else hardware.network_rate)
 
 
 def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardware) -> Seconds:
@@ -265,7 +264,7 @@ class Training:
             return 0.0
         width = 2 if self.student.precision != "no" else self.student.dtype.itemsize
         weights = sum(each.numel() for each in self.student.model.parameters()) * width
-        link = hardware.card.link_rate if hardware.card is not None else 1e10
+        link = hardware.link_rate
         gradients = sum(each.nbytes for each in self.student.trained)
         between = hardware.network_rate if hardware.num_nodes > 1 else link
         if self.parallel == "hsdp":
