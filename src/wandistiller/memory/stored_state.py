@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,13 +12,25 @@ from wandistiller.errors import UsageError
 
 Stored = Callable[[], dict[int, Tensor]]
 """Gives the stored values of a module's tensors, by the identity of each."""
+_leaves_copies_out: ContextVar[bool] = ContextVar("leaves_copies_out", default=False)
 
 
-def keep_state_readable(module: nn.Module, stored: Stored, changed: Callable[[], None] | None) -> list[Any]:
+def changing_state(model: nn.Module) -> dict[str, Any]:
+    """Return a model's state without weights that nothing changes and that would have to be read or multiplied out for it."""
+    token = _leaves_copies_out.set(True)
+    try:
+        return model.state_dict()
+    finally:
+        _leaves_copies_out.reset(token)
+
+
+def keep_state_readable(
+    module: nn.Module, stored: Stored, changed: Callable[[], None] | None, members: Callable[[], Collection[int]]
+) -> list[Any]:
     """Let a module's state be what is stored; return the hooks to remove.
 
-    ``changed`` is told of new values; None where what ``stored`` gives is a copy, which nothing can be written to. Names are
-    looked up when they are needed: adapters that came in between have changed them.
+    ``changed`` is told of new values; None where what ``stored`` gives is a copy, which nothing can be written to. ``members``
+    are the identities that it has. Names are looked up when they are needed: adapters that came in between have changed them.
     """
 
     def values(prefix: str, state: dict[str, Any]) -> dict[str, Tensor]:
@@ -27,6 +40,13 @@ def keep_state_readable(module: nn.Module, stored: Stored, changed: Callable[[],
         return {name: found[key] for name, key in names.items() if name in state and key in found}
 
     def after_save(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if changed is None and _leaves_copies_out.get():
+            mine = members()
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if id(parameter) in mine:
+                    state.pop(prefix + name, None)
+            if not any(id(buffer) in mine for buffer in module.buffers()):
+                return
         state.update(values(prefix, state))
 
     def before_load(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

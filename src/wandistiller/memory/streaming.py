@@ -309,9 +309,13 @@ class BlockStream:
             values = self._values(position)
             return {id(member.tensor): values[member.name] for member in self._members(position)}
 
+        def ids(position: int) -> set[int]:
+            return {id(member.tensor) for member in self._members(position)}
+
         changed = self.invalidate if isinstance(self.store, HostStore) else None
         for position, block in enumerate(self.blocks):
-            self._hooks += keep_state_readable(block, functools.partial(stored, position), changed)
+            members = functools.partial(ids, position)
+            self._hooks += keep_state_readable(block, functools.partial(stored, position), changed, members)
 
 
 @torch.inference_mode(False)

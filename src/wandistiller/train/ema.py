@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.distributed.pieces import local
+from wandistiller.memory.stored_state import changing_state
 
 
 class MovingAverage:
@@ -23,13 +24,13 @@ class MovingAverage:
         """Start from the named weights; ``device`` keeps the average elsewhere, such as in host memory."""
         self._model = model
         self.decay = decay
-        state = model.state_dict()
+        state = changing_state(model)
         self.averages = {name: state[name].detach().to(device, torch.float32, copy=True) for name in names}
 
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again from the weights as they are now."""
-        state = self._model.state_dict()
+        state = changing_state(self._model)
         for name, average in self.averages.items():
             local(average).copy_(local(state[name]))
 
@@ -37,7 +38,7 @@ class MovingAverage:
     def update(self, step: int) -> None:
         """Take in the weights after a step."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
-        state = self._model.state_dict()
+        state = changing_state(self._model)
         together: list[tuple[Tensor, Tensor]] = []
         for name, average in self.averages.items():
             mine, other = local(average), local(state[name])  # of what is spread over ranks, each averages its piece
@@ -51,7 +52,7 @@ class MovingAverage:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let the model have the averages for as long as the block runs."""
-        state = self._model.state_dict()
+        state = changing_state(self._model)
         own = {name: state[name].detach().clone() for name in self.averages}
         try:
             self._model.load_state_dict(self.averages, strict=False)

@@ -26,6 +26,7 @@ from wandistiller.data.loader import Batch, SampleReader, load_steps
 from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import TrainingError, shortened
+from wandistiller.memory.stored_state import changing_state
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.data_place import DataPlaces
@@ -80,7 +81,7 @@ class _Number:
 def _refuse_other_weights(role: Role, values: Mapping[str, Tensor]) -> None:
     """Raise ``TrainingError`` where what was saved of a role has other names or shapes than the role has now."""
     names = role.saved_names
-    model = role.model.state_dict() if names else {}
+    model = changing_state(role.model) if names else {}
     wanted = {name: model[name].shape for name in names}
     found = {name: value.shape for name, value in values.items()}
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
@@ -281,7 +282,7 @@ class Loop:
             tensors |= {f"optimisers/{name}/{key}": tensor for key, tensor in own.items()}
         facts["roles"] = {name: {"flags": role.flags} for name, role in self.method.roles.items() if role.is_trained}
         for name, role in self.method.roles.items():
-            values = role.model.state_dict()
+            values = changing_state(role.model)
             tensors |= {f"roles/{name}/{key}": values[key] for key in role.saved_names}
         for callback in self._callbacks:
             tensors |= {f"callbacks/{type(callback).__name__}/{key}": tensor for key, tensor in callback.state().items()}

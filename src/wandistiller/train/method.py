@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.distributed.sharding import Sharding
+from wandistiller.memory.stored_state import changing_state
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Role:
         if not self.is_trained:
             return []
         parameters = {name for name, _ in self.model.named_parameters()}
-        buffers = [name for name in self.model.state_dict() if name not in parameters]
+        buffers = [name for name in changing_state(self.model) if name not in parameters]
         return [*self.trained_parameters, *buffers]
 
 

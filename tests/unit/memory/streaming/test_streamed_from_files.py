@@ -7,13 +7,17 @@ import shutil
 import pytest
 import torch
 from helpers.streaming import LateLane, run
+from torch import nn
 
 from wandistiller.api import export
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.memory.lanes import ImmediateLane
+from wandistiller.memory.stored_state import changing_state
 from wandistiller.memory.streaming import stream_blocks
 from wandistiller.models.load import load_model
 from wandistiller.models.stored import build_empty, inspect_checkpoint
+from wandistiller.train.ema import MovingAverage
+from wandistiller.train.method import Role
 
 
 def from_files(stored, dtype=None, **options):
@@ -68,3 +72,20 @@ def test_a_disk_that_fails_once_is_asked_again(tiny_folder, inputs, monkeypatch)
 def test_blocks_on_disk_are_not_trained(model):
     with pytest.raises(UsageError, match="read, not trained"):
         stream_blocks(model, list(model.blocks), "cpu", read=lambda key: None, locate=lambda key: None, train=True)
+
+
+def test_what_training_changes_is_known_without_reading_the_rest(tiny_folder, monkeypatch):
+    """Saving and averaging adapters would else read the whole model each time."""
+    model, stream = from_files(inspect_checkpoint(tiny_folder / "transformer"))
+    model.requires_grad_(False)
+    adapter = model.blocks[0].attn1.to_q.adapter = nn.Linear(2, 2)
+    whole = set(model.state_dict())
+    monkeypatch.setattr(stream.store, "views", lambda position: pytest.fail("a block was read"))
+    role = Role("student", model, is_trained=True)
+    assert set(role.saved_names) == {f"blocks.0.attn1.to_q.adapter.{name}" for name in ("weight", "bias")}
+    average = MovingAverage(model, role.saved_names, 0.5)
+    average.update(10)
+    found = changing_state(model)
+    assert found["blocks.0.attn1.to_q.adapter.weight"].data_ptr() == adapter.weight.data_ptr()
+    assert {name for name in whole - found.keys() if not name.startswith("blocks.")} == set(), "the rest is on the device"
+    assert not any(name.endswith("ffn.net.0.proj.weight") for name in found)
