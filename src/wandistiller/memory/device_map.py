@@ -273,10 +273,12 @@ def _unsplit(subject: Subject) -> list[str]:
 def shares(subject: Subject, device_map: DeviceMap) -> dict[str, list[int]]:
     """Return the bytes of each tensor, by the device that it is put on."""
     found: dict[str, list[int]] = {}
+    main = _main_device(device_map)
     for name, tensor in named_tensors(subject.model):
         place = _device_of(name, device_map)
-        is_read = isinstance(tensor, nn.Parameter) and subject.locate is not None and subject.locate(name) is not None
-        if place == "disk" and not is_read:
+        if not isinstance(tensor, nn.Parameter):
+            place = _computing(place, main)  # accelerate keeps buffers where they compute
+        elif place == "disk" and (subject.locate is None or subject.locate(name) is None):
             place = "cpu"
         key = f"cuda:{place}" if isinstance(place, int) else place or "cpu"
         found.setdefault(key, []).append(tensor.numel() * tensor.dtype.itemsize)

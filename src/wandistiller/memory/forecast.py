@@ -90,7 +90,7 @@ class Forecast:
     def measured(self, monitor: Monitor) -> Bytes:
         """Return the most that the process held of the device in this phase."""
         seen = [
-            memory.reserved if self.device.type == "cuda" else memory.peak
+            memory.peak_reserved if self.device.type == "cuda" else memory.peak
             for (phase, device), memory in monitor.peaks.items()
             if (self.is_whole or phase == self.phase.name) and device == str(self.device)
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import pynvml
@@ -29,11 +29,12 @@ WARN_FROM = 0.85
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One device's memory: what this process has allocated, holds, and held at most; what is free of the total."""
+    """One device's memory: what this process has in use and holds, now and at most; what is free of the total."""
 
     allocated: Bytes
     reserved: Bytes
     peak: Bytes
+    peak_reserved: Bytes
     free: Bytes
     total: Bytes
 
@@ -60,15 +61,16 @@ def device_memory(device: torch.device) -> DeviceMemory:
             allocated=Bytes(torch.cuda.memory_allocated(device)),
             reserved=Bytes(reserved),
             peak=Bytes(torch.cuda.max_memory_allocated(device)),
+            peak_reserved=Bytes(torch.cuda.max_memory_reserved(device)),
             free=Bytes(max(min(free, allowed - reserved), 0)),
             total=Bytes(min(total, allowed)),
         )
     if device.type == "mps":
         allocated, total = torch.mps.current_allocated_memory(), torch.mps.recommended_max_memory()
-        held = torch.mps.driver_allocated_memory()
-        return DeviceMemory(Bytes(allocated), Bytes(held), Bytes(held), Bytes(max(total - held, 0)), Bytes(total))
-    used = psutil.Process().memory_info().rss
-    return DeviceMemory(Bytes(used), Bytes(used), Bytes(used), available_host_memory(), total_host_memory())
+        held = Bytes(torch.mps.driver_allocated_memory())
+        return DeviceMemory(Bytes(allocated), held, held, held, Bytes(max(total - held, 0)), Bytes(total))
+    used = Bytes(psutil.Process().memory_info().rss)
+    return DeviceMemory(used, used, used, used, available_host_memory(), total_host_memory())
 
 
 def memory_line(device: torch.device) -> str:
@@ -175,8 +177,9 @@ class Monitor:
             return
         for device in self.devices:
             memory, key = device_memory(device), (self._phases[-1][0], str(device))
-            if key not in self.peaks or memory.peak > self.peaks[key].peak:
-                self.peaks[key] = memory
+            before = self.peaks.get(key, memory)
+            most = {name: max(getattr(memory, name), getattr(before, name)) for name in ("peak", "peak_reserved")}
+            self.peaks[key] = replace(memory, **most)
 
     def _complete(self, failure: Failure) -> None:
         """Fill in what is known here of a failure, real or feared."""

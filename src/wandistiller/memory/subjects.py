@@ -53,7 +53,9 @@ def choose_placement(
         case "auto":
             return find_placement(name, headroom=headroom)
         case "offload":
-            return find_placement(name, resident=0 if eight_bit else resident, quantise=eight_bit, train=train)
+            # Streams of 8 bits do not measure how many blocks should stay; a number that is given counts.
+            kept = 0 if eight_bit and resident == "auto" else resident
+            return find_placement(name, resident=kept, quantise=eight_bit, train=train)
         case "custom":
             return find_placement(name, map=device_map)
         case "balanced" | "sequential":

@@ -221,8 +221,16 @@ def _train(
     validation = open_data(job, held_out, questions.folds_padding) if held_out is not None else None
     measure = None
     if validation is not None:
-        every = config.validate_every
-        measure = MeasureHeldOut(method, validation, job.sigma, run.metrics, every=every, average=average)
+        # No more at once than are trained on at once: memory is enough for that.
+        measure = MeasureHeldOut(
+            method,
+            validation,
+            job.sigma,
+            run.metrics,
+            every=config.validate_every,
+            average=average,
+            at_once=config.batch_size,
+        )
         callbacks.append(measure)
     studio = Studio(
         config=config,

@@ -53,7 +53,7 @@ def draw(
     def velocity(noisy: Tensor, sigma: float, timestep: float) -> Tensor:
         def predict(condition: Tensor) -> Tensor:
             times = torch.full((len(indices),), timestep, device=device)
-            with autocast(precision, device):
+            with autocast(precision, device, caches=False):  # else weights in 16 bits stay until the pass has ended
                 predicted: Tensor = model(noisy.to(drawing.dtype), times, condition, return_dict=False)[0]
             return predicted.float()
 

@@ -41,8 +41,9 @@ class MeasureHeldOut(EverySoOften):
         every: int,
         average: MovingAverage | None = None,
         limit: int = 256,
+        at_once: int = len(QUANTILES),
     ) -> None:
-        """Measure the ``average`` where there is one, on at most ``limit`` samples."""
+        """Measure the ``average`` where there is one, on at most ``limit`` samples, at so many quantiles together."""
         super().__init__(every)
         self._method = method
         self._samples = samples
@@ -50,6 +51,7 @@ class MeasureHeldOut(EverySoOften):
         self._metrics = metrics
         self._average = average
         self._count = min(limit, len(samples))
+        self._at_once = at_once
         self.losses: dict[str, float] = {}
 
     def act(self, loop: Loop) -> None:
@@ -72,12 +74,15 @@ class MeasureHeldOut(EverySoOften):
         """Return one sample's error at each quantile; the noise is the sample's own, the same every time."""
         latents = self._samples.latents(index).to(loop.device)
         noise = torch.randn(latents.shape, generator=sample_generator(0, 0, index)).to(loop.device)
-        count = len(QUANTILES)
-        tensors = {
-            "latents": latents.expand(count, *latents.shape),
-            "noise": noise.expand(count, *noise.shape),
-            "sigma": torch.tensor([self._sigma.quantile(u) for u in QUANTILES], device=loop.device),
-            "text": self._samples.text(index).to(loop.device).expand(count, -1, -1),
-        }
-        with autocast(loop.options.precision, loop.device):
-            return self._method.held_out_errors(tensors).cpu().double()
+        text = self._samples.text(index).to(loop.device)
+        found = []
+        for sigma in torch.tensor([self._sigma.quantile(u) for u in QUANTILES], device=loop.device).split(self._at_once):
+            tensors = {
+                "latents": latents.expand(len(sigma), *latents.shape),
+                "noise": noise.expand(len(sigma), *noise.shape),
+                "sigma": sigma,
+                "text": text.expand(len(sigma), -1, -1),
+            }
+            with autocast(loop.options.precision, loop.device, caches=False):
+                found.append(self._method.held_out_errors(tensors).cpu().double())
+        return torch.cat(found)

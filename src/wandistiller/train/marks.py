@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from wandistiller.data.judge import KINDS, Marks, judge
 from wandistiller.data.media import to_bytes
@@ -18,8 +19,6 @@ from wandistiller.train.metrics import WriteMetrics
 
 if TYPE_CHECKING:
     from wandistiller.train.loop import Loop
-
-_AT_ONCE = 64
 
 
 class MeasureMarks(EverySoOften):
@@ -34,29 +33,24 @@ class MeasureMarks(EverySoOften):
         *,
         every: int,
         average: MovingAverage | None = None,
+        at_once: int = 1,
     ) -> None:
-        """``drawings`` has one entry for each size of picture or clip; their prompts are captions of the world."""
+        """``drawings`` has one entry for each size of picture or clip, drawn so many together; their prompts are captions of
+        the world."""
         super().__init__(every)
         self._role = role
         self._drawings = drawings
         self._decode = decode
         self._metrics = metrics
         self._average = average
+        self._at_once = at_once
         self.shares: dict[str, float] = {}
 
     def act(self, loop: Loop) -> None:
         marks = Marks()
-        with in_use(self._average):
-            for drawing in self._drawings:
-                mine = loop.ranks.turns(len(drawing.prompts))
-                for start in range(0, len(mine), _AT_ONCE):
-                    some = mine[start : start + _AT_ONCE]
-                    how = {"device": loop.device, "precision": loop.options.precision}
-                    latents = draw(self._role.model, drawing, [index for index, _ in some], **how)
-                    counting = [number for number, (_, counts) in enumerate(some) if counts]
-                    found = self._decode([latents[number] for number in counting])
-                    for index, pixels in zip((some[number][0] for number in counting), found, strict=True):
-                        marks.add(judge(to_bytes(pixels), drawing.prompts[index]))
+        for prompts, latents in self._draw(loop):
+            for prompt, pixels in zip(prompts, self._decode(latents), strict=True):
+                marks.add(judge(to_bytes(pixels), prompt))
         counted = [counts[kind] for counts in (marks.right, marks.total) for kind in KINDS]
         sums = loop.ranks.mean(torch.tensor(counted, dtype=torch.float64)).tolist()
         right, total = sums[: len(KINDS)], sums[len(KINDS) :]
@@ -65,3 +59,18 @@ class MeasureMarks(EverySoOften):
         self._metrics.write(loop, self.shares)
         if loop.ranks.is_first:
             say(f"Step {loop.step}, held-out captions: marks {self.shares['marks/overall']:.1%}")
+
+    def _draw(self, loop: Loop) -> list[tuple[list[str], list[Tensor]]]:
+        """Return captions and what was drawn of them, some together: those that count on this rank."""
+        drawn = []
+        with in_use(self._average):
+            for drawing in self._drawings:
+                mine = loop.ranks.turns(len(drawing.prompts))
+                for start in range(0, len(mine), self._at_once):
+                    some = mine[start : start + self._at_once]
+                    how = {"device": loop.device, "precision": loop.options.precision}
+                    latents = draw(self._role.model, drawing, [index for index, _ in some], **how)
+                    counting = [number for number, (_, counts) in enumerate(some) if counts]
+                    prompts = [drawing.prompts[some[number][0]] for number in counting]
+                    drawn.append((prompts, [latents[number] for number in counting]))
+        return drawn

@@ -29,6 +29,7 @@ from wandistiller.train.runs import Run
 from wandistiller.train.samples import DrawSamples
 
 _DEFAULT_SAMPLES = 4
+_MOST_AT_ONCE = 64
 _FPS = 16
 
 
@@ -75,8 +76,9 @@ class Studio:
         found: list[Callback] = []
         if held_out is not None and config.judge_samples:
             drawings = self.draw_captions(held_out, config.judge_samples)
-            every = config.validate_every
-            found.append(MeasureMarks(role, drawings, self.decode, run.metrics, every=every, average=average))
+            # No more at once than are trained on at once: memory is enough for that.
+            every, together = config.validate_every, min(config.batch_size, _MOST_AT_ONCE)
+            found.append(MeasureMarks(role, drawings, self.decode, run.metrics, every=every, average=average, at_once=together))
         if config.sample_every:
             folder = config.sample_dir or config.output_dir / "samples"
             drawing = self.draw_prompts(samples)

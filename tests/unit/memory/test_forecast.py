@@ -23,7 +23,7 @@ def monitor_of(reserved):
     monitor = Monitor([])
     zero = Bytes(0)
     for phase, size in (("loading", 9), ("training", reserved)):
-        monitor.peaks[(phase, "cuda:0")] = DeviceMemory(zero, Bytes(size * 2**30), zero, zero, zero)
+        monitor.peaks[(phase, "cuda:0")] = DeviceMemory(zero, zero, zero, Bytes(size * 2**30), zero, zero)
     return monitor
 
 

@@ -134,7 +134,7 @@ def test_a_card_that_nobody_knows_says_nothing_about_the_host(monkeypatch):
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Unheard-of 1")
     nothing, all_of_it = Bytes(0), Bytes(2**34)
-    memory = DeviceMemory(allocated=nothing, reserved=nothing, peak=nothing, free=all_of_it, total=all_of_it)
+    memory = DeviceMemory(*[nothing] * 4, free=all_of_it, total=all_of_it)
     monkeypatch.setattr("wandistiller.memory.monitor.device_memory", lambda device: memory)
     found = detect(measures=False)
     assert found.card.matmul["bfloat16"] == pytest.approx(1e14) and found.update_rate == 40e9

@@ -1,3 +1,5 @@
+import dataclasses
+
 import psutil
 import pytest
 import torch
@@ -49,10 +51,11 @@ def test_the_line_for_progress_bars():
 
 
 CPU = torch.device("cpu")
+FIELDS = [field.name for field in dataclasses.fields(DeviceMemory)]
 
 
 def memory(**values):
-    return DeviceMemory(**{name: Bytes(values.get(name, 0)) for name in ("allocated", "reserved", "peak", "free", "total")})
+    return DeviceMemory(**{name: Bytes(values.get(name, 0)) for name in FIELDS})
 
 
 def test_each_phase_has_its_own_peak(monkeypatch):
@@ -67,6 +70,18 @@ def test_each_phase_has_its_own_peak(monkeypatch):
         now["peak"] = 12
     assert {phase: found.peak for (phase, _), found in watch.peaks.items()} == {"training": 12, "sampling": 30}
     assert watch.summary() == ["training on cpu: 12 B at the peak", "sampling on cpu: 30 B at the peak"]
+
+
+def test_what_a_phase_held_and_gave_back_counts(monkeypatch):
+    """A model that is gone when its phase ends was there: peaks are PyTorch's own, not what is held when one looks."""
+    seen = iter([{}, {"peak": 5, "peak_reserved": 9}, {}, {"peak": 7, "peak_reserved": 8}])
+    monkeypatch.setattr(monitor, "device_memory", lambda device: memory(reserved=1, **next(seen)))
+    watch = Monitor([CPU])
+    for _ in range(2):
+        with watch.phase("denoising"):
+            watch._fold_peak()
+    found = watch.peaks["denoising", "cpu"]
+    assert (found.peak, found.peak_reserved) == (7, 9)
 
 
 def test_a_full_device_is_told_once_with_what_would_help(monkeypatch):

@@ -9,7 +9,7 @@ from torch import nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory import auto
-from wandistiller.memory.device_map import check_device_map, read_device_map, without_overlaps
+from wandistiller.memory.device_map import check_device_map, read_device_map, shares, without_overlaps
 from wandistiller.memory.estimates import HOST_SHARE, margin
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.placements import PLACEMENTS, find_placement
@@ -228,6 +228,16 @@ def test_the_bytes_of_a_device_map(checkpoint):
     as_stored = [p for p in subject.blocks[1].parameters() if p.dtype == torch.bfloat16]
     assert found.disk == sum(p.numel() * p.element_size() for p in as_stored)
     assert found.host + found.disk == find_placement("gpu").predict(subject, CPU).device
+
+
+def test_buffers_are_where_their_module_computes(checkpoint):
+    """Accelerate brings weights from the host when they are needed; buffers it puts on the card for good."""
+    subject = empty(checkpoint)
+    buffers = [buffer.nbytes for buffer in subject.model.buffers()]
+    assert buffers
+    found = shares(subject, without_overlaps(subject.model, {"": "cpu", "blocks.0": 0, "blocks.1": "disk"}))
+    rest = [subject.model.scale_shift_table, *subject.blocks[0].parameters()]  # the whole model's own is there too
+    assert sorted(found["cuda:0"]) == sorted([*buffers, *(each.nbytes for each in rest)])
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from wandistiller.memory.durations import Seconds, step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import described
+from wandistiller.memory.placement import Subject
 from wandistiller.memory.scene import Scene
 from wandistiller.memory.stage import Placing
+from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Drawing, Passes, Training, foreseen_placing
 from wandistiller.models.sizes import SIZES, TINY_VAE
@@ -155,6 +157,17 @@ def test_ranks_share_weights_that_nobody_changes(use, placing, is_shared):
     work = Passes(use=use, placing=placing) if use.trains == "nothing" else Training(student=use, placing=placing)
     items = [item for item in work.phase(CARD).items if item.where != "device" and item.kind == "weights"]
     assert items and all(item.is_shared is is_shared for item in items)
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_blocks_that_stay_on_the_card_are_those_that_were_asked_for(eight_bit):
+    use, asked = USE.changed(dtype=torch.bfloat16), {"resident": 3, "eight_bit": eight_bit}
+    found = sizes(Passes(use=use, placing=Placing(name="offload", **asked)).phase(CARD))
+    placed = choose_placement("offload", **asked)
+    subject = Subject(model=use.model, blocks=list(use.model.get_submodule("blocks").children()))
+    taken = placed.predict(subject, torch.device("cuda")).device  # of tensors; PyTorch gives each 512 bytes or more
+    assert found["student", "weights"] + found["student", "slots"] == pytest.approx(taken, rel=0.02)
+    assert placed.resident == 3 and choose_placement("offload", **{**asked, "resident": "auto"}).resident in (0, "auto")
 
 
 def test_a_loss_in_pixels_keeps_what_the_decoder_makes():

@@ -28,6 +28,7 @@ def test_held_out_errors():
     method = SimpleNamespace(held_out_errors=lambda tensors: OnDevice(tensors["sigma"]))
     measure = MeasureHeldOut.__new__(MeasureHeldOut)
     measure._samples, measure._method, measure._sigma = samples, method, SigmaDistribution(shape="uniform")
+    measure._at_once = 2
     loop = SimpleNamespace(device=torch.device("cpu"), options=SimpleNamespace(precision="no"))
     assert measure._errors(loop, 0).tolist() == pytest.approx(QUANTILES)
 
