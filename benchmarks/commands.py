@@ -113,6 +113,13 @@ def run(name: str, command: list[object], folder: Path) -> dict[str, Any] | None
     }
 
 
+def keep(rows: list[dict[str, Any]], failed: list[str], folder: Path) -> None:
+    """Write what there is, so that a run that is cut short has kept it."""
+    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "failed": failed}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "commands.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
@@ -134,15 +141,14 @@ def main() -> None:
                 failed.append(name)
                 continue
             rows.append(row)
+            if not arguments.small:
+                keep(rows, failed, arguments.output)
             print(
                 f"{name:45} {row['predicted_reserved_gib']:6.1f} / {row['measured_reserved_gib']:6.1f} GiB, "
                 f"{row['predicted_seconds']:6.2f} / {row['measured_seconds']:6.2f} s a step"
                 f"{'' if row['is_memory_within'] else '  MEMORY'} ({row['seconds_in_all']:.0f} s in all)",
                 flush=True,
             )
-        if not arguments.small:
-            facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "failed": failed}
-            (arguments.output / "commands.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     if failed:
         sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
 

@@ -144,10 +144,16 @@ def judge_both(arguments: argparse.Namespace, config: DistillConfig, seconds: fl
     return rows
 
 
+def seconds_of(run: Path) -> float:
+    """Return how long a run has taken that is there already, without encoding."""
+    last = (run / "metrics.jsonl").read_text().splitlines()[-1]
+    return float(json.loads(last)["time"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--folder", type=Path, help="where the run goes; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="where the run goes, and is judged again if it is there; default: a temporary folder")
     parser.add_argument("--teacher", default="tiny")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=256)
@@ -170,7 +176,8 @@ def main() -> None:
 
 def record(arguments: argparse.Namespace, folder: Path) -> None:
     config = settings(arguments, folder)
-    rows = judge_both(arguments, config, distil(config))
+    is_there = (config.output_dir / "model" / "model_index.json").exists()
+    rows = judge_both(arguments, config, seconds_of(config.output_dir) if is_there else distil(config))
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     parts = (find_pipeline(arguments.teacher).part("transformer"), config.output_dir / "model" / "transformer")
     teacher, student = (load_transformer(part, dtype=dtype, device=DEVICE) for part in parts)

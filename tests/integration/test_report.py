@@ -81,12 +81,22 @@ def test_a_student_that_is_the_teacher_draws_the_same(distilled, tiny_folder, tm
 
 
 def test_other_prompts_have_other_noise_that_sample_knows(distilled, tmp_path):
-    done = report(run=distilled, **DRAWN, prompts=("a", "a"), output=tmp_path / "page.html")
+    # Drawn together with one of more tokens, which is no caption: whose padding is not left away is zeros.
+    longer = "what a picture " * 20
+    done = report(run=distilled, **DRAWN, prompts=(longer, "a"), output=tmp_path / "page.html")
     shown = pictures(done.output.read_text())
     common = {"model": "tiny-random", "prompt": "a", "width": 32, "height": 32, "steps": 2, "cfg_scale": 1.0}
     (second,) = sample(**common, seed=6, output=tmp_path / "second.png")
     assert np.array_equal(np.asarray(Image.open(second.files[0])), shown[2][0])
     assert done.marks == {}
+
+
+def test_a_student_description_that_is_gone_is_not_missed_where_the_run_says_the_size(distilled, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(distilled, run)
+    settings = (run / "run.toml").read_text().replace("frames = []", "frames = [1]")
+    (run / "run.toml").write_text(f'{settings}student_config = "{tmp_path}/gone.json"\n')
+    assert report(run=run, **DRAWN).marks["student"].total
 
 
 def test_a_run_without_a_teacher_has_one_column(tmp_path):

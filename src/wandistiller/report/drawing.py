@@ -68,8 +68,8 @@ def prepare_jobs(
     return [prepare(replace(each, output=nowhere)) for each in configs]
 
 
-def draw_all(artists: Sequence[Artist], jobs: Sequence[Job]) -> list[Drawn]:
-    """Let one after the other draw; one model is in memory at a time."""
+def draw_all(artists: Sequence[Artist], jobs: Sequence[Job], together: int = 1) -> list[Drawn]:
+    """Let one after the other draw, so many prompts together; one model is in memory at a time."""
     first = jobs[0]
     monitor = Monitor([first.device])
     with monitor.phase("encoding", "text encoder"):
@@ -79,9 +79,10 @@ def draw_all(artists: Sequence[Artist], jobs: Sequence[Job]) -> list[Drawn]:
     found = []
     for artist, job in zip(artists, jobs, strict=True):
         say(f"{artist.name}: drawing {len(seeds)} prompts with {job.schedule.num_steps} steps of {job.solver}")
-        placement = choose_placement(placement_name(job), **placement_options(job))
+        batch = replace(job, config=replace(job.config, batch_size=together))  # what the placement has to leave room for
+        placement = choose_placement(placement_name(job), **placement_options(batch))
         with monitor.phase("denoising", artist.name.lower()):
-            latents = denoise(job, conditioning, placement, monitor, seeds)
+            latents = denoise(job, conditioning, placement, monitor, seeds, together=together)
         with monitor.phase("decoding", "vae"):
             clips = list(decode(job, latents))
         free_memory(job.device)

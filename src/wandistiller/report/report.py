@@ -21,6 +21,8 @@ from wandistiller.sample.job import Job
 from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
+_MOST_TOGETHER = 64
+
 
 @dataclass(frozen=True)
 class Reported:
@@ -40,7 +42,8 @@ def run_report(config: ReportConfig, predicted: Mapping[str, Bytes] | None = Non
     prompts = choose_prompts(config, run, size)
     artists = _artists(config, run)
     jobs = prepare_jobs(artists, config, run, prompts.texts, size)
-    columns = [Column(drawn, judge_drawings(drawn.clips, prompts.texts)) for drawn in draw_all(artists, jobs)]
+    together = min(run.config.batch_size, _MOST_TOGETHER)  # memory was enough to train on as many
+    columns = [Column(drawn, judge_drawings(drawn.clips, prompts.texts)) for drawn in draw_all(artists, jobs, together)]
     content = Content(
         run=run,
         columns=columns,

@@ -46,7 +46,8 @@ def choose_size(config: ReportConfig, run: RunFolder) -> Size:
     width, height, frames = usual.width, usual.height, 1
     transformer = inspect_checkpoint(pipeline.part("transformer"), TRANSFORMER).config
     spatial, temporal = vae["scale_factor_spatial"], vae["scale_factor_temporal"]
-    if isinstance(trained, DistillConfig) and trained.student_config is not None:
+    is_said = trained.width is not None and trained.height is not None and bool(trained.frames)
+    if isinstance(trained, DistillConfig) and trained.student_config is not None and not is_said:
         plan = read_student_config(trained.student_config, transformer, spatial_factor=spatial, temporal_factor=temporal)
         height, width = plan.image_size or (height, width)
         frames = plan.num_frames or frames

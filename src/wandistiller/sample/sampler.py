@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.data.media import read_picture, to_bytes, write_clip, write_latents, write_picture
@@ -186,12 +187,13 @@ def denoise(
     seeds: Sequence[int] | None = None,
     group: ClipGroup | None = None,
     on_step: Callable[[], None] = lambda: None,
+    together: int = 1,
 ) -> Tensor:
     """Follow the flow from noise to latents (samples, channels, frames, height, width), float32, on the host.
 
-    All prompts take each step together, so that each expert is loaded once however many prompts there are. ``seeds`` has one
-    for each sample, in the place of the configuration's, which gives every prompt the same noise. The ranks of a ``group``
-    draw the same together.
+    All prompts take each step before any takes the next, so that each expert is loaded once however many prompts there are;
+    ``together`` of them are computed as one batch. ``seeds`` has one for each sample, in the place of the configuration's,
+    which gives every prompt the same noise. The ranks of a ``group`` draw the same together.
     """
 
     def make_ready(model: nn.Module) -> None:
@@ -208,18 +210,18 @@ def denoise(
         placement=placement,
         prepare=make_ready,
     )
-    texts = [_fold(text[None], job) for text in conditioning.text]
+    num_rows = together * job.config.batch_size
+    texts = [_batch([_fold(text, job) for text in some], job.config.batch_size) for some in conditioning.text.split(together)]
     negative_text = None if conditioning.negative_text is None else _fold(conditioning.negative_text, job)
 
     def velocity(noisy: Tensor, sigma: float, timestep: float) -> Tensor:
         model, scale = experts.at(timestep), job.guidance[experts.index_at(timestep)]
         predictions = []
-        for index in range(len(job.prompts)):
-            rows = slice(index * job.config.batch_size, (index + 1) * job.config.batch_size)
-            prediction = _predict(model, noisy[rows], timestep, texts[index], conditioning, job)
+        for rows, text in zip(noisy.split(num_rows), texts, strict=True):
+            prediction = _predict(model, rows, timestep, text, conditioning, job)
             if needs_unconditional(scale):
                 assert negative_text is not None
-                negative = _predict(model, noisy[rows], timestep, negative_text, conditioning, job)
+                negative = _predict(model, rows, timestep, negative_text, conditioning, job)
                 prediction = guide(prediction, negative, scale)
             predictions.append(prediction)
         return torch.cat(predictions)
@@ -246,6 +248,11 @@ def denoise(
 def _fold(text: Tensor, job: Job) -> Tensor:
     text = cut_text(text, job.max_text_tokens)
     return trim_padding(text) if job.folds_padding else text
+
+
+def _batch(texts: Sequence[Tensor], samples_each: int) -> Tensor:
+    """Return texts (tokens, width) as a batch, each as often as it has samples; padding that was left away is zeros."""
+    return pad_sequence(list(texts), batch_first=True).repeat_interleave(samples_each, dim=0)
 
 
 def _place_text_encoder(job: Job, encoder: nn.Module) -> None:
