@@ -153,7 +153,7 @@ def seconds_of(run: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--folder", type=Path, help="where the run goes, and is judged again if it is there; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="where the run goes, or is already; default: a temporary one")
     parser.add_argument("--teacher", default="tiny")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=256)

@@ -24,6 +24,9 @@ _SHIFT = (-0.030, -0.088, -0.188)
 _SCALE = (0.458, 0.448, 0.450)
 _EPSILON = 1e-10
 
+_PIXELS_TOGETHER = 128 * 128
+"""Pictures of fewer pixels are compared together: each call costs a GPU as much time as that many."""
+
 SMALLEST_SIDE = 2 ** (len(VGG16_DEPTHS) - 1)
 """Fewest rows and columns that VGG16 can halve between its stages."""
 
@@ -34,8 +37,9 @@ class Lpips(nn.Module):
     def __init__(self, *, widths: Sequence[int] = VGG16_WIDTHS, checkpointing: bool = False) -> None:
         """Make the network with random convolutions and all heads one; ``load_lpips`` gives the published weights.
 
-        ``checkpointing`` takes the pictures of a batch or clip one by one, keeps nothing of them but their pixels, and computes
-        each again in the backward pass. The peak is then that of one picture, however many there are; one alone gains nothing.
+        ``checkpointing`` takes the pictures of a batch or clip one by one, small ones a few together, keeps nothing of them but
+        their pixels, and computes each again in the backward pass. The peak is then that of one picture, however many there
+        are; one alone gains nothing.
         """
         super().__init__()
         self.checkpointing = checkpointing
@@ -61,10 +65,11 @@ class Lpips(nn.Module):
             pixels, reference = (clip.transpose(1, 2).flatten(0, 1) for clip in (pixels, reference))
         if self.checkpointing:
             # By picture and not by stage of the network: the first stage alone, at full size, sets a picture's peak.
+            together = max(_PIXELS_TOGETHER // pixels[0, 0].numel(), 1)
             distances = torch.cat(
                 [
                     checkpoint(self._compare, *pair, use_reentrant=False, preserve_rng_state=False)
-                    for pair in zip(pixels.split(1), reference.split(1), strict=True)
+                    for pair in zip(pixels.split(together), reference.split(together), strict=True)
                 ]
             )
         else:

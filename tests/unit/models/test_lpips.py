@@ -133,7 +133,7 @@ def gradients(lpips, pixels, reference):
 @pytest.mark.parametrize(("frames", "most"), [(1, 1.01), (2, 0.6), (6, 0.25)])
 def test_checkpointing_gives_the_same_at_a_lower_peak(frames, most):
     lpips = random_lpips((16, 32, 64, 128, 128), torch.float32)
-    clip, reference = (random_pixels(1, 3, frames, 64, 64, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    clip, reference = (random_pixels(1, 3, frames, 128, 128, seed=seed, dtype=torch.float32) for seed in (1, 2))
     distance, gradient, plain_peak, plain_held = gradients(lpips, clip, reference)
     lpips.checkpointing = True
     found_distance, found_gradient, peak, held = gradients(lpips, clip, reference)
@@ -141,6 +141,15 @@ def test_checkpointing_gives_the_same_at_a_lower_peak(frames, most):
     torch.testing.assert_close(found_gradient, gradient, rtol=1e-4, atol=1e-8)
     assert peak < most * plain_peak
     assert held < 0.05 * plain_held  # what is added to the peak of whatever runs between the two passes
+
+
+@pytest.mark.parametrize(("side", "calls"), [(32, [16, 4]), (64, [4] * 5), (128, [1] * 20)])
+def test_small_pictures_are_recomputed_a_few_together(monkeypatch, side, calls):
+    lpips, seen = random_lpips((1, 1, 1, 1, 1), checkpointing=True), []
+    compare = lpips._compare
+    monkeypatch.setattr(lpips, "_compare", lambda pixels, other: seen.append(len(pixels)) or compare(pixels, other))
+    lpips(*(random_pixels(4, 3, 5, side, side, seed=seed) for seed in (1, 2)))
+    assert seen == calls
 
 
 def test_only_the_pixels_are_trained():
