@@ -20,6 +20,9 @@ from wandistiller.sample.remedies import placement_options
 from wandistiller.sample.sampler import decode, denoise, encode, placement_name
 from wandistiller.terminal import say
 
+_TOKENS_TOGETHER = 8192
+"""Small pictures are drawn together until they are so many tokens, which keep a GPU busy; more would only take memory."""
+
 
 @dataclass(frozen=True)
 class Artist:
@@ -68,8 +71,8 @@ def prepare_jobs(
     return [prepare(replace(each, output=nowhere)) for each in configs]
 
 
-def draw_all(artists: Sequence[Artist], jobs: Sequence[Job], together: int = 1) -> list[Drawn]:
-    """Let one after the other draw, so many prompts together; one model is in memory at a time."""
+def draw_all(artists: Sequence[Artist], jobs: Sequence[Job]) -> list[Drawn]:
+    """Let one after the other draw; one model is in memory at a time."""
     first = jobs[0]
     monitor = Monitor([first.device])
     with monitor.phase("encoding", "text encoder"):
@@ -79,6 +82,7 @@ def draw_all(artists: Sequence[Artist], jobs: Sequence[Job], together: int = 1) 
     found = []
     for artist, job in zip(artists, jobs, strict=True):
         say(f"{artist.name}: drawing {len(seeds)} prompts with {job.schedule.num_steps} steps of {job.solver}")
+        together = max(min(_TOKENS_TOGETHER // job.num_tokens, len(seeds)), 1)
         batch = replace(job, config=replace(job.config, batch_size=together))  # what the placement has to leave room for
         placement = choose_placement(placement_name(job), **placement_options(batch))
         with monitor.phase("denoising", artist.name.lower()):

@@ -21,8 +21,6 @@ from wandistiller.sample.job import Job
 from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
-_MOST_TOGETHER = 64
-
 
 @dataclass(frozen=True)
 class Reported:
@@ -42,8 +40,7 @@ def run_report(config: ReportConfig, predicted: Mapping[str, Bytes] | None = Non
     prompts = choose_prompts(config, run, size)
     artists = _artists(config, run)
     jobs = prepare_jobs(artists, config, run, prompts.texts, size)
-    together = min(run.config.batch_size, _MOST_TOGETHER)  # memory was enough to train on as many
-    columns = [Column(drawn, judge_drawings(drawn.clips, prompts.texts)) for drawn in draw_all(artists, jobs, together)]
+    columns = [Column(drawn, judge_drawings(drawn.clips, prompts.texts)) for drawn in draw_all(artists, jobs)]
     content = Content(
         run=run,
         columns=columns,
