@@ -14,6 +14,8 @@ from wandistiller.api import distill, train, train_vae
 from wandistiller.checkpoint.training_state import is_complete, load_state
 from wandistiller.errors import UsageError
 
+# On one worker: most compare with the same few runs.
+pytestmark = pytest.mark.xdist_group("parallel")
 STEPS = 20
 SIZE = {"width": 32, "height": 32, "max_aspect": 1.0, "learning_rate": 1e-3, "log_every": 1, "workers": 0, "num_steps": STEPS}
 PICTURES = {"dataset_path": "world:12:1x32x32", "frames": (1,)}

@@ -22,6 +22,8 @@ from wandistiller.plan.planner import find_hardware, make_plan
 from wandistiller.train.prediction import predict_train
 from wandistiller.units import Bytes
 
+# On one worker: blocks that one has traced need not be traced again.
+pytestmark = pytest.mark.xdist_group("planner")
 TRAIN = ["train", "--model", "wan2.1-1.3b", "--frames", "1", "--width", "256", "--height", "256"]
 DISTILL = ["distill", "--teacher-path", "wan2.1-1.3b", "--frames", "1"]
 MACHINE = ["--card", "rtx4090", "--ram", "64GiB"]
