@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable
 
@@ -56,7 +57,7 @@ def launch_seconds(device: torch.device) -> float:
         torch.randn(1, use.text_tokens, use.config["text_dim"], **options),
     )
     with torch.no_grad():
-        seconds = _seconds(lambda: model(*inputs), device)
+        seconds = _seconds(lambda: model(*inputs), device, least=0.3)  # a busy host is now faster, now slower
     return seconds / sum(use.tape.work(use.repeats).values())
 
 
@@ -86,16 +87,16 @@ def fastest_cpu_dtype() -> torch.dtype:
     return max((torch.float32, torch.bfloat16), key=lambda dtype: matmul_rate(cpu, dtype))
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of five runs after one to warm up."""
-    times = []
-    for _ in range(6):
+def _seconds(work: Callable[[], object], device: torch.device, *, least: float = 0.0) -> float:
+    """Return the median time of five runs after one to warm up, and of more until they have taken ``least`` seconds."""
+    times: list[float] = []
+    while len(times) < 6 or sum(times) < least:
         synchronise(device)
         start = time.perf_counter()
         work()
         synchronise(device)
         times.append(time.perf_counter() - start)
-    return sorted(times[1:])[2]
+    return statistics.median(times[1:])
 
 
 def synchronise(device: torch.device) -> None:

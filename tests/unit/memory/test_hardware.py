@@ -1,5 +1,6 @@
 """Cards by name, and times against what was measured on a card."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from wandistiller.errors import UsageError
+from wandistiller.memory import rates
 from wandistiller.memory.durations import step_seconds, streamed
 from wandistiller.memory.hardware import CARDS, H200, Hardware, described, detect, find_card
 from wandistiller.memory.monitor import DeviceMemory
@@ -138,3 +140,13 @@ def test_a_card_that_nobody_knows_says_nothing_about_the_host(monkeypatch):
     monkeypatch.setattr("wandistiller.memory.monitor.device_memory", lambda device: memory)
     found = detect(measures=False)
     assert found.card.matmul["bfloat16"] == pytest.approx(1e14) and found.update_rate == 40e9
+
+
+@pytest.mark.parametrize(("least", "runs"), [(0.0, 6), (0.1, 10)])
+def test_what_is_short_is_measured_for_longer(monkeypatch, least, runs):
+    """A host that is busy now and then makes some of a few short runs several times as long."""
+    calls = []
+    ticks = itertools.count()
+    monkeypatch.setattr(rates.time, "perf_counter", lambda: 0.0101 * next(ticks))
+    seconds = rates._seconds(lambda: calls.append(1), torch.device("cpu"), least=least)
+    assert len(calls) == runs and seconds == pytest.approx(0.0101)
