@@ -6,6 +6,8 @@ A process that has computed has threads, of autograd and of CUDA's libraries, wh
 from __future__ import annotations
 
 import gc
+import importlib.util
+import inspect
 import multiprocessing
 import os
 import subprocess
@@ -26,20 +28,36 @@ def start(function: Callable[..., Any], *arguments: Any, output: Path, errors: P
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     place = Path.cwd() if folder is None else folder
-    process = context.Process(target=_be, args=(function, arguments, output, errors, place, dict(os.environ)))
+    found = (inspect.getfile(function), function.__name__)
+    process = context.Process(target=_be, args=(found, arguments, output, errors, place, dict(os.environ)))
     process.start()
     return process
 
 
 def run_command(arguments: Sequence[object], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run ``wandistiller`` with arguments in a folder, as a shell would, without the time that importing takes."""
+    return call(_command, [str(each) for each in arguments], folder=folder)
+
+
+def call(function: Callable[..., Any], *arguments: Any, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Call a function in a process of its own, in a folder, and wait for its end."""
     output, errors = folder / ".stdout", folder / ".stderr"
-    process = start(_command, [str(each) for each in arguments], output=output, errors=errors, folder=folder)
+    process = start(function, *arguments, output=output, errors=errors, folder=folder)
     process.join()
     texts = [path.read_text() for path in (output, errors)]
     for path in (output, errors):
         path.unlink()
-    return subprocess.CompletedProcess(list(map(str, arguments)), process.exitcode or 0, *texts)
+    return subprocess.CompletedProcess([function.__name__], process.exitcode or 0, *texts)
+
+
+def load(file: str, name: str) -> Callable[..., Any]:
+    """Return a function by its file: what pytest calls a test's module is not to be imported elsewhere."""
+    spec = importlib.util.spec_from_file_location("loaded", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[..., Any] = getattr(module, name)
+    return found
 
 
 def _command(arguments: list[str]) -> NoReturn:
@@ -49,7 +67,7 @@ def _command(arguments: list[str]) -> NoReturn:
 
 
 def _be(
-    function: Callable[..., Any],
+    function: tuple[str, str],
     arguments: tuple[Any, ...],
     output: Path,
     errors: Path,
@@ -66,7 +84,7 @@ def _be(
     torch.set_num_threads(1)  # several of them run on two cores
     gc.freeze()  # what was imported is not looked through again and again
     try:
-        function(*arguments)
+        load(*function)(*arguments)
     except SystemExit as done:
         _end(done.code if isinstance(done.code, int) else int(done.code is not None))
     except BaseException:  # noqa: BLE001 - printed where the test looks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import socket
@@ -11,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from helpers.processes import start
+from helpers.processes import load, start
 
 from wandistiller.train import runs
 
@@ -55,9 +54,4 @@ def _be_rank(rank: int, count: int, port: int, file: str, name: str, arguments: 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": f"test-{port}"}
     # What a run will take is foreseen in other tests; here that would take longer than the run.
     runs.forecast = lambda *arguments, **options: None  # type: ignore[assignment]
-    # By its file: what pytest calls its module is not to be imported elsewhere.
-    spec = importlib.util.spec_from_file_location("ranked", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    getattr(module, name)(*arguments)
+    load(file, name)(*arguments)

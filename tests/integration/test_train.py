@@ -2,7 +2,7 @@
 
 import json
 import os
-import subprocess
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
+from helpers.processes import call
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -21,6 +22,7 @@ from wandistiller.data.sources import WorldSource
 from wandistiller.errors import TrainingError, UsageError
 from wandistiller.train import samples
 from wandistiller.train.methods.finetune import FlowMatching
+from wandistiller.train.metrics import ShowProgress
 
 WORLD = {"dataset_path": "world:12:1x32x32", "width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0}
 QUICK = {"model": "tiny-random", **WORLD, "batch_size": 2, "workers": 0, "learning_rate": 1e-3, "save_every": 2, "log_every": 1}
@@ -108,6 +110,18 @@ def test_a_training_by_hand(tmp_path, tiny_folder):
         assert (found[key] - value).abs().mean() < 0.01 * (value - start[key]).abs().mean(), key
 
 
+def train_until_terminated(options):
+    stepped = ShowProgress.stepped
+
+    def stop(self, loop):
+        stepped(self, loop)
+        if loop.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    ShowProgress.stepped = stop
+    sys.exit(train(**options).exit_code)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,23 +135,7 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
     options = {**QUICK, **options}
     train(**options, output_dir=tmp_path / "straight", num_steps=4)
     # The schedule counts to the last step, so the interrupted run is one of the same length that is cut short.
-    code = (
-        "import json, os, signal, sys\n"
-        "from wandistiller.api import train\n"
-        "from wandistiller.train.metrics import ShowProgress\n"
-        "stepped = ShowProgress.stepped\n"
-        "def stop(self, loop):\n"
-        "    stepped(self, loop)\n"
-        "    if loop.step == 2: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "ShowProgress.stepped = stop\n"
-        "done = train(**json.loads(sys.argv[1]))\n"
-        "sys.exit(done.exit_code)\n"
-    )
-    arguments = json.dumps({**options, "output_dir": str(tmp_path / "cut"), "num_steps": 4})
-    # Sums over several threads round otherwise, and this process has one.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, arguments]
-    cut = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    cut = call(train_until_terminated, {**options, "output_dir": tmp_path / "cut", "num_steps": 4}, folder=tmp_path)
     assert cut.returncode == 128 + 15, cut.stderr
     assert "Stopped at step 2" in cut.stderr
     assert not (tmp_path / "cut" / "model").exists()
