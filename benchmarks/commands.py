@@ -139,16 +139,16 @@ def main() -> None:
             row = run(name, command, folder)
             if row is None:
                 failed.append(name)
-                continue
-            rows.append(row)
+            else:
+                rows.append(row)
+                print(
+                    f"{name:45} {row['predicted_reserved_gib']:6.1f} / {row['measured_reserved_gib']:6.1f} GiB, "
+                    f"{row['predicted_seconds']:6.2f} / {row['measured_seconds']:6.2f} s a step"
+                    f"{'' if row['is_memory_within'] else '  MEMORY'} ({row['seconds_in_all']:.0f} s in all)",
+                    flush=True,
+                )
             if not arguments.small:
                 keep(rows, failed, arguments.output)
-            print(
-                f"{name:45} {row['predicted_reserved_gib']:6.1f} / {row['measured_reserved_gib']:6.1f} GiB, "
-                f"{row['predicted_seconds']:6.2f} / {row['measured_seconds']:6.2f} s a step"
-                f"{'' if row['is_memory_within'] else '  MEMORY'} ({row['seconds_in_all']:.0f} s in all)",
-                flush=True,
-            )
     if failed:
         sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
 

@@ -51,6 +51,7 @@ from wandistiller.units import Bytes
 
 _WARM_UPS = 2
 _LEAST_SECONDS = 1.0
+"""How long a card is measured at least."""
 
 
 @dataclass(frozen=True)

@@ -221,16 +221,7 @@ def _train(
     validation = open_data(job, held_out, questions.folds_padding) if held_out is not None else None
     measure = None
     if validation is not None:
-        # No more at once than are trained on at once: memory is enough for that.
-        measure = MeasureHeldOut(
-            method,
-            validation,
-            job.sigma,
-            run.metrics,
-            every=config.validate_every,
-            average=average,
-            at_once=config.batch_size,
-        )
+        measure = MeasureHeldOut(method, validation, job.sigma, run, average=average)
         callbacks.append(measure)
     studio = Studio(
         config=config,

@@ -275,16 +275,7 @@ def _train(
     callbacks: list[Callback] = []
     measure = None
     if validation is not None:
-        # No more at once than are trained on at once: memory is enough for that.
-        measure = MeasureHeldOut(
-            method,
-            validation,
-            job.sigma,
-            run.metrics,
-            every=config.validate_every,
-            average=average,
-            at_once=config.batch_size,
-        )
+        measure = MeasureHeldOut(method, validation, job.sigma, run, average=average)
         callbacks.append(measure)
     studio = Studio(config=config, pipeline=job.pipeline, vae=data.vae, device=job.device, dtype=job.dtype)
     callbacks += studio.callbacks(run, role, samples, validation, average)

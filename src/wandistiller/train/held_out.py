@@ -13,11 +13,11 @@ from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.ema import MovingAverage, in_use
-from wandistiller.train.metrics import WriteMetrics
 from wandistiller.train.optimisation import autocast
 
 if TYPE_CHECKING:
     from wandistiller.train.loop import Loop
+    from wandistiller.train.runs import Run
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -36,22 +36,20 @@ class MeasureHeldOut(EverySoOften):
         method: MeasuresErrors,
         samples: CachedSamples,
         sigma: SigmaDistribution,
-        metrics: WriteMetrics,
+        run: Run,
         *,
-        every: int,
         average: MovingAverage | None = None,
         limit: int = 256,
-        at_once: int = len(QUANTILES),
     ) -> None:
-        """Measure the ``average`` where there is one, on at most ``limit`` samples, at so many quantiles together."""
-        super().__init__(every)
+        """Measure the ``average`` where there is one, on at most ``limit`` samples."""
+        super().__init__(run.config.validate_every)
         self._method = method
         self._samples = samples
         self._sigma = sigma
-        self._metrics = metrics
+        self._metrics = run.metrics
         self._average = average
         self._count = min(limit, len(samples))
-        self._at_once = at_once
+        self._at_once = run.config.batch_size  # memory is enough to train on as many
         self.losses: dict[str, float] = {}
 
     def act(self, loop: Loop) -> None:

@@ -76,7 +76,7 @@ class Studio:
         found: list[Callback] = []
         if held_out is not None and config.judge_samples:
             drawings = self.draw_captions(held_out, config.judge_samples)
-            # No more at once than are trained on at once: memory is enough for that.
+            # Memory is enough to train on as many.
             every, together = config.validate_every, min(config.batch_size, _MOST_AT_ONCE)
             found.append(MeasureMarks(role, drawings, self.decode, run.metrics, every=every, average=average, at_once=together))
         if config.sample_every:
