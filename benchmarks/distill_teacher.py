@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,16 +112,16 @@ def measure_way(case: Case, lesson: Lesson, weights: RandomWeights, way: str, ru
     empty_text = torch.zeros(1, case.text_tokens, SIZES[case.teacher].transformer["text_dim"], device=DEVICE)
     teacher = Teacher(expert, empty_text, device=DEVICE, dtype=torch.bfloat16)
     method = lesson.taught_by(teacher, Objectives(output=1.0))
-    losses: list[float] = []
     what = f"{case.teacher} teaches {case.student}, {case.batch} images"
-    row = measure(f"{what}, a step", way, lambda: losses.append(lesson.step(method)), warmup=3, runs=runs)
+    row = measure(f"{what}, a step", way, lambda: lesson.step(method), warmup=3, runs=runs)
     release()
     tensors = lesson.batch.tensors
-    asked = measure(
-        f"{what}, the answer", way, lambda: teacher.answer(tensors["latents"], tensors["sigma"], tensors["text"]), runs=runs
-    )
+    ask = partial(teacher.answer, tensors["latents"], tensors["sigma"], tensors["text"])
+    asked = measure(f"{what}, the answer", way, ask, runs=runs)
     side = asked.peak_gib - before / 2**30 if DEVICE.type == "cuda" else 0.0
-    row = replace(row, note=f"teacher's side {side:.2f} GiB, its answer {asked.seconds:.4f} s, first loss {losses[0]:.4g}")
+    # The student goes on learning from one way to the next, so losses differ; what the teacher says does not.
+    size = float(ask().velocity.abs().mean())
+    row = replace(row, note=f"teacher's side {side:.2f} GiB, its answer {asked.seconds:.4f} s, of mean size {size:.6f}")
     print(row.note, flush=True)
     return row
 

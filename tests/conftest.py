@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +29,23 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # giving memory back looks at what tests have made, not at everything that was imported
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    _begin_with_the_same_chance()  # for what fixtures draw
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call():
+    _begin_with_the_same_chance()  # whichever fixtures were made just now, or before
+
+
+def _begin_with_the_same_chance():
+    """Seed every generator: a test draws the same numbers alone, among others and in any order."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

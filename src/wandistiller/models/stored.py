@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from wandistiller.errors import CheckpointError, shortened
 from wandistiller.models import transformer_keys, vae_keys
-from wandistiller.models.weight_files import Entry, SafetensorsWeights, Weights, open_weights
+from wandistiller.models.weight_files import Entry, SafetensorsWeights, Weights, open_weights, scratch
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +101,18 @@ class StoredModel:
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return one tensor in host memory; None keeps the stored dtype, float32 for what is stored in 8 bits."""
-        tensor = self.weights.read(self.names[key])
-        if tensor.dtype in _STORAGE_ONLY_DTYPES:
-            tensor = tensor.to(torch.float32)
+        name, dtype = self.names[key], dtype or self.stored_dtype(key)
+        stored = self.weights.entries[name].dtype
+        if stored == dtype and key not in self.scales:
+            return self.weights.read(name)
+        tensor = self.weights.read(name, briefly=True)
+        if stored in _STORAGE_ONLY_DTYPES:
+            make = torch.empty if dtype == torch.float32 else scratch
+            tensor = make(tensor.shape, dtype=torch.float32).copy_(tensor)
             if key in self.scales:
                 scale = self.weights.read(self.scales[key]).to(torch.float32)
                 tensor *= scale.reshape(-1, *[1] * (tensor.ndim - 1)) if scale.numel() > 1 else scale.reshape(())
-        return tensor if dtype is None else tensor.to(dtype)
+        return tensor.to(dtype, memory_format=torch.contiguous_format)
 
     @property
     def num_bytes(self) -> int:

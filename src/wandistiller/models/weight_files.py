@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import operator
 import re
 import struct
@@ -72,8 +73,18 @@ class Weights(ABC):
         self.metadata: dict[str, str] = {}
 
     @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """Return one tensor in host memory, its own copy."""
+    def read(self, name: str, *, briefly: bool = False) -> Tensor:
+        """Return one tensor in host memory: its own copy, or ``briefly`` one to read from before the next is asked for."""
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory for a moment, in pages of its own.
+
+    What is freed between tensors that stay leaves holes in the heap, which can add up to half a model.
+    """
+    count = math.prod(shape)
+    pages = mmap.mmap(-1, max(count * dtype.itemsize, 1))
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape) if count else torch.empty(shape, dtype=dtype)
 
 
 class SafetensorsWeights(Weights):
@@ -95,9 +106,9 @@ class SafetensorsWeights(Weights):
         if expected is not None:
             _check_index(path, self.entries, expected)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, briefly: bool = False) -> Tensor:
         entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = (scratch if briefly else torch.empty)(entry.shape, dtype=entry.dtype)
         self.read_into(name, tensor)
         return tensor
 
@@ -150,8 +161,9 @@ class PickledWeights(Weights):
         }
         self.entries = {name: Entry(name, value.dtype, tuple(value.shape), path) for name, value in self._tensors.items()}
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].clone(memory_format=torch.contiguous_format)
+    def read(self, name: str, *, briefly: bool = False) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor if briefly else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def open_weights(path: Path) -> Weights:

@@ -1,7 +1,6 @@
 import itertools
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import numpy as np
@@ -295,17 +294,3 @@ def test_a_world_is_a_sequence():
 
 def test_a_world_of_pictures_does_not_move():
     assert all(World(100).scene(index).motion == "still" for index in range(100))
-
-
-def test_drawing_is_fast():
-    world = World(200)
-    best = min(_seconds(world) for _ in range(3))
-    assert best / len(world) < 1e-3
-
-
-def _seconds(world):
-    scenes = [world.scene(index) for index in range(len(world))]
-    start = time.perf_counter()
-    for scene in scenes:
-        render(scene)
-    return time.perf_counter() - start

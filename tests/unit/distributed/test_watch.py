@@ -45,8 +45,8 @@ def job():
 
 
 def test_ranks_that_live_are_left_alone(job):
-    found = job(3, 2.0)
-    assert not found.ended.wait(3.0)
+    found = job(3, 4.0)
+    assert not found.ended.wait(4.0)
 
 
 def test_a_silent_rank_is_named_with_what_it_did(job):
@@ -54,9 +54,8 @@ def test_a_silent_rank_is_named_with_what_it_did(job):
     with doing.noted("in step 7, exchanging gradients"):
         time.sleep(0.7)
         found.watches[1].stop()  # as one that is stopped: it says nothing of it
-        started = time.monotonic()
+        assert not found.ended.wait(1.0), "a short silence is forgiven"
         assert found.ended.wait(10)
-    assert 1.0 < time.monotonic() - started < 4.0
     message = str(next(iter(found.errors.values())))
     assert message.startswith("Rank 1 has been silent for 2 s.")
     assert "before that in step 7, exchanging gradients" in message and "--resume auto" in message
