@@ -158,7 +158,8 @@ def _saving_to(keeper: Keeper, module: nn.Module) -> Iterator[None]:
         tensor = tensor.detach()  # with its graph it would be part of what the graph holds, and never go away
         if tensor.untyped_storage()._cdata in weights or not tensor.is_contiguous():
             return tensor
-        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype, tensor._version)
+        values = (tensor.shape, tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor._version)
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), *values)
         if key not in seen:
             # [kept, how many still want it, the tensor once it is back]
             seen[key] = [keeper.put(tensor), 0, None]
@@ -168,6 +169,8 @@ def _saving_to(keeper: Keeper, module: nn.Module) -> Iterator[None]:
     def unpack(entry: Any) -> Tensor:
         if isinstance(entry, Tensor):
             return entry
+        if entry[1] == 0:
+            raise _used_twice()
         if entry[2] is None:
             entry[2] = keeper.get(entry[0])
         tensor: Tensor = entry[2]
@@ -197,6 +200,14 @@ def _recomputing(module: nn.Module, forward: Forward, keeper: Keeper, *, keep_at
         return plan.whole(_Recompute.apply(plan, len(tensors), *tensors, *parameters))
 
     return run
+
+
+def _used_twice() -> UsageError:
+    return UsageError(
+        "Backward went through a block with an activation policy twice.",
+        why="what the policy keeps is let go of as it is used.",
+        fix="Add the losses up and go backward once, or train without an activation policy.",
+    )
 
 
 _HOLE = object()
@@ -270,11 +281,7 @@ class _Plan:
     def again(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Run with a graph; return the inputs that it starts from and the tensors of its output."""
         if self.kept is None:
-            raise UsageError(
-                "Backward went through a recomputed block twice.",
-                why="what an activation policy keeps is let go of as it is used.",
-                fix="Add the losses up and go backward once, or train without an activation policy.",
-            )
+            raise _used_twice()
         self._check_unchanged([kept.tensor if not kept.is_away else None for kept in self.kept])
         inputs = []
         for index, kept in enumerate(self.kept):

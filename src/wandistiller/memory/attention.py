@@ -86,13 +86,25 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     is_plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa
-    if not (_is_keeping and is_plain and key.shape[-2] >= MIN_KEYS and query.ndim == 4):
+    kind = query.device.type
+    if _is_keeping and is_plain and torch.is_autocast_enabled(kind):  # as PyTorch does for its own
+        query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+    if not (_is_keeping and is_plain and _is_worth_keeping(query, key, value)):
         return _plain_attention(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     scale = scale if scale is not None else query.shape[-1] ** -0.5
     result, _ = operator(query, key, value, scale)
     return result.transpose(1, 2)
+
+
+def _is_worth_keeping(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Say whether a sequence is long, and such as the kernels take; PyTorch's own function takes everything."""
+    if query.ndim != 4 or key.shape[-2] < MIN_KEYS or key.shape != value.shape or not query.dtype == key.dtype == value.dtype:
+        return False
+    fits = query.shape[:2] == key.shape[:2] and query.shape[-1] == key.shape[-1]
+    is_on_host = query.device.type == "cpu"
+    return fits and (is_on_host or (query.shape[-1] % 8 == 0 and query.dtype.itemsize <= 4))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,10 @@ then until they have left, so that there are never more than two blocks' however
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from wandistiller.memory.host import HostBudget, allocate_host
 from wandistiller.memory.lanes import Lane, Ticket, lane_for
-from wandistiller.memory.layout import BlockLayout, Member
+from wandistiller.memory.layout import BlockLayout
 
 GradientTaker = Callable[[Tensor, Tensor], None]
 """Told a parameter and its gradient in host memory, on a thread of its own; the memory is used again afterwards, or by the
@@ -80,18 +82,18 @@ class HostGradients:
         """Two: one being filled while the other is passed on; made when the first come."""
         self._current: tuple[int, _Landing] | None = None
         """Block whose gradients are leaving now, and where to."""
-        for position, members in enumerate(trained):
-            for member in members:
-                hook = member.tensor.register_post_accumulate_grad_hook(
-                    lambda parameter, position=position, member=member: self._leave(position, member)
-                )
-                self.hooks.append(hook)
+        self._members = {id(member.tensor): (position, member) for position, each in enumerate(trained) for member in each}
+        leave = functools.partial(_leave, weakref.ref(self))  # autograd, which holds it, is not seen by Python's collector
+        self.hooks += [member.tensor.register_post_accumulate_grad_hook(leave) for _, member in self._members.values()]
         self._counts = [len(members) for members in trained]
         self._leaving = _Leaving(-1)
         self._before = _Leaving(-1)
         self._seen: set[int] = set()
         """Of the block whose gradients are leaving now, the parameters that have had theirs."""
-        self._thread = threading.Thread(target=self._pass_on, name="wandistiller-gradients", daemon=True)
+        # The thread holds neither this nor the model, so that both can be dropped without a word.
+        weakref.finalize(self, self._queue.put, None)
+        arguments = (weakref.ref(self), self._queue)
+        self._thread = threading.Thread(target=_pass_on, args=arguments, name="wandistiller-gradients", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -119,9 +121,9 @@ class HostGradients:
         self._queue.put(None)
         self._thread.join()
 
-    def _leave(self, position: int, member: Member) -> None:
+    def leave(self, parameter: Tensor) -> None:
         """Start a gradient's way to the host; called by autograd when it is complete."""
-        parameter = member.tensor
+        position, member = self._members[id(parameter)]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if self.see is not None:
@@ -179,23 +181,34 @@ class HostGradients:
         self._current = None
         self._seen.clear()
 
-    def _pass_on(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, _Landing):
-                item.is_free.set()
-                continue
-            ticket, parameter, target = item
-            self._lane.wait_on_host(ticket)
-            try:
-                self.take(parameter, target)
-            except BaseException as error:  # noqa: BLE001 - raised again where the training loop waits
-                self._error = error
-            with self._idle:
-                self._pending -= 1
-                self._idle.notify_all()
+    def _arrived(self, ticket: Ticket, parameter: Tensor, gradient: Tensor) -> None:
+        self._lane.wait_on_host(ticket)
+        try:
+            self.take(parameter, gradient)
+        except BaseException as error:  # noqa: BLE001 - raised again where the training loop waits
+            self._error = error
+        with self._idle:
+            self._pending -= 1
+            self._idle.notify_all()
 
     def _add(self, parameter: Tensor, gradient: Tensor) -> None:
         if id(parameter) in self._sums:
             self._sums[id(parameter)].add_(gradient)
         else:
             self._sums[id(parameter)] = gradient.clone()
+
+
+def _leave(owner: weakref.ref[HostGradients], parameter: Tensor) -> None:
+    gradients = owner()
+    if gradients is not None:
+        gradients.leave(parameter)
+
+
+def _pass_on(owner: weakref.ref[HostGradients], arriving: queue.SimpleQueue[Any]) -> None:
+    while (item := arriving.get()) is not None:
+        if isinstance(item, _Landing):
+            item.is_free.set()
+        elif (gradients := owner()) is not None:
+            gradients._arrived(*item)
+            del gradients
+        del item

@@ -180,8 +180,8 @@ class BlockStream:
             hook.remove()
         self._hooks.clear()
         _streams.discard(self)
-        for block in self.blocks:
-            remove_mark(block, "stream")
+        for part in (part for block in self.blocks for part in block.modules()):
+            remove_mark(part, "stream")
         if self.gradients is not None:
             self.gradients.close()
         self.store.close()
@@ -242,13 +242,18 @@ class BlockStream:
         members = self._members(position)
         buffers = {each.name: each.tensor for each in members if not isinstance(each.tensor, nn.Parameter)}
         versions: dict[str, int] = {}
+        given: dict[int, Any] = {}
+        """What made each tensor that the block was called with, by the tensor's identity."""
 
         @torch.compiler.disable
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             # A forward inside of a backward is a recomputation, and the block before is next.
             is_backward = torch._C._current_graph_task_id() != -1
             self.use(position, -1 if is_backward else 1)
             versions.update({name: version_of(buffer) for name, buffer in buffers.items()})
+            given.clear()
+            if torch.is_grad_enabled():
+                given.update({id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs)) if tensor.requires_grad})
             if self.is_timed and not is_backward:
                 self._clocks[position] = (self.lane.clock(), None)
 
@@ -258,13 +263,25 @@ class BlockStream:
                 self._clocks[position] = (self._clocks[position][0], self.lane.clock())
             for name in [name for name, buffer in buffers.items() if version_of(buffer) != versions[name]]:
                 self._let_stay(buffers.pop(name))
-            # Of several results backward may begin with any, and some may be used by nobody.
+            # Of several results backward may begin with any, and some may be used by nobody. What is handed through as it
+            # came is another block's result: when its gradient is there, that block is next.
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda grad: self.use(position, -1))
+                if tensor.requires_grad and given.get(id(tensor), _nobody) is not tensor.grad_fn:
+                    tensor.register_hook(go_back)
+            given.clear()
 
-        attach_mark(block, "stream", "streamed blocks")
-        self._hooks.append(block.register_forward_pre_hook(before))
+        def go_back(gradient: Tensor) -> None:
+            if torch.is_grad_enabled():
+                raise UsageError(
+                    "A streamed model has no second derivatives.",
+                    why="going through its gradients again would find other blocks' weights in the slots.",
+                    fix="Go backward without create_graph, or keep the model on the device.",
+                )
+            self.use(position, -1)
+
+        for part in block.modules():
+            attach_mark(part, "stream", "streamed blocks")
+        self._hooks.append(block.register_forward_pre_hook(before, with_kwargs=True))
         self._hooks.append(block.register_forward_hook(after))
 
     def _let_stay(self, buffer: Tensor) -> None:
@@ -279,8 +296,12 @@ class BlockStream:
 
     def _move_to_host(self) -> None:
         if not isinstance(self.store, HostStore):
-            raise UsageError("Weights in 8 bits or on disk cannot be trained.", fix="Stream them from host memory as they are.")
-        for position in range(len(self.layouts)):
+            if any(member.tensor.grad is not None for layout in self.layouts for member in layout.members):
+                raise UsageError(
+                    "Weights in 8 bits or on disk cannot be trained.", fix="Stream them from host memory as they are."
+                )
+            return
+        for position in self._ring:
             values = self.store.views(position)
             for member in self._members(position):
                 tensor = member.tensor
@@ -293,7 +314,9 @@ class BlockStream:
                     tensor.grad = gradient.to(tensor.device)
 
     def _move_to_slots(self) -> None:
-        for position in range(len(self.layouts)):
+        if not isinstance(self.store, HostStore):
+            return
+        for position in self._ring:
             landing = self._slot(position).landing
             for member in self._members(position):
                 member.tensor.grad = None
@@ -339,9 +362,10 @@ def stream_blocks(
 
     ``resident`` of the blocks, spread evenly, stay on the device, and so do the trained adapters of frozen blocks. With
     ``train`` whole blocks are trained: their gradients leave for the host as soon as they are complete, into ``gradients`` or
-    to ``on_gradient``. With ``locate``, which says where a tensor lies in the user's files as it is used, blocks are read
-    from there when they are needed, and ``read`` is asked for those tensors only that have to be converted. ``shared_as`` is a
-    name under which the ranks of a machine have frozen blocks in common.
+    to ``on_gradient``; what an optimiser's ``zero_grad`` would drop, ``gradients.clear()`` drops. With ``locate``, which says
+    where a tensor lies in the user's files as it is used, blocks are read from there when they are needed, and ``read`` is
+    asked for those tensors only that have to be converted. ``shared_as`` is a name under which the ranks of a machine have
+    frozen blocks in common.
     """
     if num_slots < 1 or resident < 0:
         raise UsageError(f"{num_slots} slots and {resident} resident blocks are not possible.", fix="Take a slot or more.")
@@ -389,6 +413,7 @@ def stream_blocks(
     return stream
 
 
+_nobody = object()
 _streams: weakref.WeakSet[BlockStream] = weakref.WeakSet()
 """Those whose weights an optimiser may change."""
 
