@@ -160,8 +160,8 @@ def _own_errors(path: Path) -> Iterator[None]:
     except CheckpointException as error:
         rank, (first, _) = next(iter(error.failures.items()))
         if isinstance(first, WanDistillerError):
-            raise first from error
-        raise OutputError(f"{path} could not be written or read.", why=f"on rank {rank}: {first}") from error
+            raise first from first.__cause__ or error
+        raise OutputError(f"{path} could not be written or read.", why=f"on rank {rank}: {first}") from first
 
 
 def is_complete(path: Path) -> bool:

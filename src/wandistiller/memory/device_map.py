@@ -164,6 +164,7 @@ def check_device_map(device_map: DeviceMap, model: nn.Module) -> None:
             fix='Name their modules, or everything else with "".',
         )
     _check_splits(device_map, model)
+    _check_shared(device_map, model)
 
 
 def _check_splits(device_map: DeviceMap, model: nn.Module) -> None:
@@ -179,6 +180,20 @@ def _check_splits(device_map: DeviceMap, model: nn.Module) -> None:
                 f"The device map lets '{name}' compute on {' and '.join(sorted(map(repr, computing)))}.",
                 why=f"results of its parts meet there; what is on cpu or disk computes on {main!r}.",
                 fix=f"Give all of '{name}' one device.",
+            )
+
+
+def _check_shared(device_map: DeviceMap, model: nn.Module) -> None:
+    """Raise ``UsageError`` for a tensor that several modules have and that is on disk for one of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    for together in names.values():
+        if len(together) > 1 and any(_device_of(name, device_map) == "disk" for name in together):
+            raise UsageError(
+                f"The device map puts a tensor on disk that {' and '.join(together)} have in common.",
+                why="it would be read for one of them and be missing for the other.",
+                fix="Put their modules on cpu or a GPU.",
             )
 
 
@@ -327,6 +342,9 @@ def _load(subject: Subject, device_map: DeviceMap) -> tuple[dict[str, Tensor], d
 
 def _undo(subject: Subject) -> None:
     remove_hook_from_submodules(subject.model)
+    for module in subject.model.modules():  # it leaves the class's own forward behind as an attribute
+        if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+            del module.forward
     for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron", "hf_device_map"):
         subject.model.__dict__.pop(attribute, None)
     for name, tensor in named_tensors(subject.model):

@@ -7,8 +7,9 @@ when a device is nearly full, and notes onto an error that passes by what it hap
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import psutil
@@ -23,6 +24,8 @@ from wandistiller.memory.out_of_memory import Failure, note_failure
 from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
+SECONDS_FOR_ADVICE = 15.0
+"""After so many no other remedy is computed."""
 WARN_FROM = 0.85
 """Share of a device's memory in use from which a warning says what would help."""
 
@@ -97,10 +100,13 @@ class Monitor:
     def __init__(
         self,
         devices: Sequence[torch.device],
-        remedies: Callable[[Failure], Sequence[Remedy]] = lambda failure: (),
+        remedies: Callable[[Failure], Iterable[Remedy]] = lambda failure: (),
         warn: Callable[[str], None] = say,
     ) -> None:
-        """Follow ``devices``; ``remedies`` computes what would help if memory ran out in a phase, ``warn`` tells the user."""
+        """Follow ``devices``; ``remedies`` computes what would help if memory ran out in a phase, ``warn`` tells the user.
+
+        Remedies are computed one by one as they are asked for: a run that fails does not wait for all of them.
+        """
         self.devices = list(devices)
         self.peaks: dict[tuple[str, str], DeviceMemory] = {}
         """The most that was seen, by phase and device."""
@@ -183,13 +189,23 @@ class Monitor:
 
     def _complete(self, failure: Failure) -> None:
         """Fill in what is known here of a failure, real or feared."""
-        failure.phase, failure.role = self._phases[-1] if self._phases else ("", "")
-        memories = [device_memory(device) for device in self.devices]
-        failure.free = Bytes(min((memory.free for memory in memories), default=0))
-        failure.in_use = Bytes(max((memory.allocated for memory in memories), default=0))
+        failure.phase, role = self._phases[-1] if self._phases else ("", "")
+        failure.role = failure.role or role
         failure.computes_on_host = all(device.type == "cpu" for device in self.devices)
-        failure.numbers = self.describe()
-        failure.remedies = self._remedies(failure)
+        # Whatever goes wrong from here on, and where memory is short much can, is less than what is being told.
+        with suppress(Exception):
+            memories = [device_memory(device) for device in self.devices]
+            failure.free = Bytes(min((memory.free for memory in memories), default=0))
+            failure.in_use = Bytes(max((memory.allocated for memory in memories), default=0))
+            failure.numbers = self.describe()
+        found: list[Remedy] = []
+        failure.remedies = found
+        end = time.monotonic() + SECONDS_FOR_ADVICE
+        with suppress(Exception):
+            for remedy in self._remedies(failure):
+                found.append(remedy)
+                if time.monotonic() > end:
+                    break
 
     def _warn_if_full(self, device: torch.device) -> None:
         memory = device_memory(device)

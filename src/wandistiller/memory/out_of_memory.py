@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,8 @@ _DISK_SIGNS = ("No space left on device", "Disk quota exceeded")
 _ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) ?([KMGT]iB|bytes)")
 
 
+_WRITTEN = ("output", "output_dir", "cache_dir", "sample_dir")
+"""What commands call the places that they write to."""
 _OTHERWISE = {
     "device": "close what else uses the card, or take a smaller model, picture or batch.",
     "host": "close what else runs here, or take a smaller model; wandistiller doctor shows what is free.",
@@ -53,6 +56,8 @@ class Failure:
     computes_on_host: bool = False
     """Whether the run is one on the CPU."""
     remedies: Sequence[Remedy] = ()
+    also: dict[str, Any] = field(default_factory=dict)
+    """What else the command to paste has to change, such as to go on where the run has saved its state."""
 
     @property
     def is_computing(self) -> bool:
@@ -62,7 +67,7 @@ class Failure:
 
 def classify(error: BaseException) -> Failure | None:
     """Say what ran out; None for any other error."""
-    if isinstance(error, OutputError) and isinstance(error.__cause__, OSError):
+    while isinstance(error, OutputError) and error.__cause__ is not None:
         error = error.__cause__
     text = str(error)
     asked = _ASKED.search(text)
@@ -87,8 +92,20 @@ def note_failure(error: BaseException, complete: Callable[[Failure], None]) -> N
     """Write onto an error where it happened and what would help, once: the innermost phase knows best."""
     failure = classify(error)
     if failure is not None and not hasattr(error, "_wandistiller_failure"):
+        failure.role = getattr(error, "_wandistiller_role", "")
         complete(failure)
         error._wandistiller_failure = failure  # type: ignore[attr-defined]
+
+
+@contextmanager
+def working_with(role: str) -> Iterator[None]:
+    """Let an error that passes say which role's model was at work, in a phase that has several."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, "_wandistiller_role"):
+            error._wandistiller_role = role  # type: ignore[attr-defined]
+        raise
 
 
 @contextmanager
@@ -113,23 +130,23 @@ def describe(failure: Failure, command: str, config: CommandConfig, error: BaseE
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         what += f", rank {os.environ.get('RANK', '?')} of {world}"
-    why = list(failure.numbers)
+    why = _disk_numbers(error, config) if failure.kind == "disk" else list(failure.numbers)
     if failure.asked is not None:
         why.append(f"{failure.asked} more were asked for")
-    if failure.kind == "disk":
-        why += _disk_numbers(error)
     remedies = in_order(failure.remedies)
     shortage = max((failure.asked or 0) - failure.free, 0)
     lines = [f"    {remedy}" for remedy in remedies]
     if remedies:
         chosen = enough(remedies, shortage, lambda changes: _is_possible(replace(config, **changes)))
-        changes = changes_of(chosen)
+        changes = {**failure.also, **changes_of(chosen)}
         if sum(remedy.saves for remedy in chosen) < shortage:
             short = f"{Bytes(shortage)} are short, which these do not free together"
             lines.append(f"    {short}: {_OTHERWISE[failure.kind]}")
         fix = "\n".join(["most memory for the least time first:", *lines, "  run: " + command_line(command, config, changes)])
     else:
         fix = _OTHERWISE[failure.kind][0].upper() + _OTHERWISE[failure.kind][1:]
+        if failure.also:
+            fix += "\n  then run: " + command_line(command, config, failure.also)
     return OutOfRoomError(what + ".", why="; ".join(why), fix=fix)
 
 
@@ -141,10 +158,15 @@ def _is_possible(config: CommandConfig) -> bool:
     return True
 
 
-def _disk_numbers(error: BaseException) -> list[str]:
-    name = getattr(error, "filename", None) or getattr(error.__cause__, "filename", None)
-    if name is None:
-        return []
-    folder = next((parent for parent in (Path(name), *Path(name).parents) if parent.is_dir()), Path())
-    usage = shutil.disk_usage(folder)
-    return [f"{folder} has {Bytes(usage.free)} free of {Bytes(usage.total)}"]
+def _disk_numbers(error: BaseException, config: CommandConfig) -> list[str]:
+    """Say how full the place is that was written to, or, as not every error names it, each that the command writes to."""
+    names = [getattr(each, "filename", None) for each in (error, error.__cause__) if each is not None]
+    places = [Path(name) for name in names if name] or [
+        value for name in _WRITTEN if isinstance(value := getattr(config, name, None), Path)
+    ]
+    folders = {next((parent for parent in (place, *place.parents) if parent.is_dir()), Path()): None for place in places}
+    found = []
+    for folder in folders:
+        usage = shutil.disk_usage(folder)
+        found.append(f"{folder} has {Bytes(usage.free)} free of {Bytes(usage.total)}")
+    return found

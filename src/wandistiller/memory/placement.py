@@ -143,13 +143,19 @@ class OnHost(Placement):
         cpu = torch.device("cpu")
         footprint = self.predict(subject, device)
         _move(subject, cpu)
-        dtype = _main_dtype(subject.model)
+        own = {parameter.dtype for parameter in subject.model.parameters()}
+        main = _main_dtype(subject.model)
+
+        def send_in(value: Any) -> Any:
+            """Take to the host, in the role's dtype there if it has no weights in the value's own."""
+            is_foreign = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.dtype not in own
+            return value.to(cpu, main if is_foreign else value.dtype) if isinstance(value, Tensor) else value
 
         def inward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tree_map(lambda value: _send(value, cpu, dtype), (args, kwargs))
+            return tree_map(send_in, (args, kwargs))
 
         def outward(module: nn.Module, args: Any, output: Any) -> Any:
-            return tree_map(lambda value: _send(value, device, None), output)
+            return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, output)
 
         hooks = [
             subject.model.register_forward_pre_hook(inward, with_kwargs=True),
@@ -330,12 +336,6 @@ def _mapped(entry: Entry, maps: dict[str, Tensor]) -> Tensor | None:
         # Private: what is read is shared with every process that maps the file, what would be written is not.
         maps[file] = torch.from_file(file, shared=False, size=size, dtype=torch.uint8)
     return maps[file][entry.offset : entry.offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
-
-
-def _send(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device, dtype if value.is_floating_point() and dtype is not None and value.ndim > 1 else value.dtype)
 
 
 def _main_dtype(model: nn.Module) -> torch.dtype:

@@ -25,13 +25,12 @@ Way = tuple[dict[str, Any], str]
 _PHASES = {"text encoder": "encoding text", "transformer": "denoising", "vae": "decoding"}
 
 
-def find_remedies(job: Job, failure: Failure) -> list[Remedy]:
-    """Return what the flags of ``sample`` can do about a failure in one of its phases."""
+def find_remedies(job: Job, failure: Failure) -> Iterator[Remedy]:
+    """Yield what the flags of ``sample`` can do about a failure in one of its phases."""
     if failure.kind == "disk" or failure.role not in _PHASES:
-        return []
+        return
     hardware = hardware_of(job.device, measures=False)  # measuring would need memory
     now = _phase(job, job.settled, hardware, failure.role)
-    found = []
     for changes, why in _ways(job, failure):
         config = replace(job.settled, **changes)
         try:
@@ -40,8 +39,7 @@ def find_remedies(job: Job, failure: Failure) -> list[Remedy]:
             continue
         other = _phase(job, config, hardware, failure.role)
         slowdown = other.seconds / config.batch_size * job.config.batch_size / now.seconds if now.seconds else 1.0
-        found.append(Remedy(changes=changes, saves=_saved(now, other, failure), slowdown=slowdown, why=why))
-    return found
+        yield Remedy(changes=changes, saves=_saved(now, other, failure), slowdown=slowdown, why=why)
 
 
 def _phase(job: Job, config: SampleConfig, hardware: Hardware, role: str) -> Phase:

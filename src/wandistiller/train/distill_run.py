@@ -46,7 +46,7 @@ from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import distill_phase, distill_work, planned_pixels
 from wandistiller.train.questions import Questions, open_data, open_questions
-from wandistiller.train.remedies import find_distill_remedies
+from wandistiller.train.remedies import find_distill_remedies, going_on
 from wandistiller.train.runs import Run, exit_code, saved_facts
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
@@ -93,7 +93,10 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     config = job.config
     shapes = Shapes.of(job.vae.config, job.teacher_config)
     predicted_by = as_settled(config, job.parallel)
-    monitor = Monitor([job.device], lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure))
+    remedies = going_on(
+        config.output_dir, lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure)
+    )
+    monitor = Monitor([job.device], remedies)
     before = saved_facts(config, ranks)
     saved = before.facts.get("data", {}) if before is not None else {}
     facts = _facts(job)

@@ -54,7 +54,7 @@ from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimi
 from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import planned_pixels, train_work
-from wandistiller.train.remedies import find_remedies
+from wandistiller.train.remedies import find_remedies, going_on
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
 from wandistiller.train.studio import Studio
@@ -117,7 +117,9 @@ def run_train(config: TrainConfig) -> Trained:
 def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     config = job.config
     assert config.model is not None and config.dataset_path is not None
-    monitor = Monitor([job.device], lambda failure: find_remedies(as_settled(config, job.parallel), _shapes(job), failure))
+    settled = as_settled(config, job.parallel)
+    remedies = going_on(config.output_dir, lambda failure: find_remedies(settled, _shapes(job), failure))
+    monitor = Monitor([job.device], remedies)
     # Both are looked at before either is encoded.
     training = prepare_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
     validation = prepare_held_out(config, config.model, job.device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+from wandistiller.checkpoint.training_state import TrainingStates
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.training import TrainingConfig
@@ -25,7 +27,23 @@ Way = tuple[dict[str, Any], str]
 """Changes, and a word on them."""
 
 
-def find_remedies(config: TrainConfig, shapes: Shapes, failure: Failure) -> list[Remedy]:
+_ANEW = {"optimizer", "weights_dtype", "rounding", "lora_rank", "placement"}
+"""What a training that goes on cannot change: its state would be of another kind."""
+
+
+def going_on(output_dir: Path, find: Callable[[Failure], Iterable[Remedy]]) -> Callable[[Failure], Iterator[Remedy]]:
+    """Return the remedies for a training whose states are here: where it has one, those with which it can go on."""
+
+    def remedies(failure: Failure) -> Iterator[Remedy]:
+        is_saved = TrainingStates(output_dir / "states", 1).newest() is not None
+        if is_saved:
+            failure.also = {"resume": "auto"}
+        yield from (remedy for remedy in find(failure) if not (is_saved and remedy.changes.keys() & _ANEW))
+
+    return remedies
+
+
+def find_remedies(config: TrainConfig, shapes: Shapes, failure: Failure) -> Iterable[Remedy]:
     """Return what the flags of ``train`` can do."""
     if failure.kind == "disk":
         return []
@@ -37,7 +55,9 @@ def find_remedies(config: TrainConfig, shapes: Shapes, failure: Failure) -> list
     return _compared(config, ways, work, failure)
 
 
-def find_distill_remedies(config: DistillConfig, shapes: Shapes, student: Mapping[str, Any], failure: Failure) -> list[Remedy]:
+def find_distill_remedies(
+    config: DistillConfig, shapes: Shapes, student: Mapping[str, Any], failure: Failure
+) -> Iterable[Remedy]:
     """Return what the flags of ``distill`` can do."""
     if failure.kind == "disk":
         return []
@@ -121,19 +141,17 @@ def _teacher_ways(config: DistillConfig) -> Iterator[Way]:
 
 def _compared(
     config: ConfigT, ways: list[Way], work: Callable[[ConfigT, Hardware], Training | Passes], failure: Failure
-) -> list[Remedy]:
-    """Return the ways with what each saves and costs against the run as it is."""
+) -> Iterator[Remedy]:
+    """Yield the ways with what each saves and costs against the run as it is."""
     hardware = of_this_job(detect(measures=False))  # measuring would need memory
     now, seconds = _taken(work(config, hardware), hardware)
-    found = []
     for changes, why in ways:
         other, longer = _taken(work(replace(config, **changes), hardware), hardware)
         is_known = 0 < seconds < float("inf") and longer < float("inf")
         slowdown = longer / seconds if is_known else 1.0
         saves = now.reserved - other.reserved if failure.is_computing else 0
         saves += now.on_host - other.on_host if failure.kind == "host" else 0
-        found.append(Remedy(changes=changes, saves=Bytes(saves), slowdown=slowdown, why=why))
-    return found
+        yield Remedy(changes=changes, saves=Bytes(saves), slowdown=slowdown, why=why)
 
 
 def _taken(work: Training | Passes, hardware: Hardware) -> tuple[Phase, float]:

@@ -16,6 +16,7 @@ from wandistiller.distributed.ranks import Ranks
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.path import NUM_TIMESTEPS
 from wandistiller.memory.experts import Experts
+from wandistiller.memory.out_of_memory import working_with
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import num_tokens
 
@@ -99,14 +100,15 @@ class Teacher:
         self._experts.release()
 
     def _ask(self, expert: int, noisy: Tensor, sigma: Tensor, text: Tensor, scale: float, blocks: Sequence[int]) -> Answer:
-        model = self._experts.expert(expert)
-        with tapped(model, blocks) as features:
-            plain = velocity = self._call(model, noisy, sigma, text)
-            kept = list(features)
-        if needs_unconditional(scale):
-            empty = self._empty_text.to(text.device).expand(len(noisy), -1, -1)
-            velocity = guide(plain, self._call(model, noisy, sigma, empty), scale)
-        self._experts.keep_up()
+        with working_with("teacher"):
+            model = self._experts.expert(expert)
+            with tapped(model, blocks) as features:
+                plain = velocity = self._call(model, noisy, sigma, text)
+                kept = list(features)
+            if needs_unconditional(scale):
+                empty = self._empty_text.to(text.device).expand(len(noisy), -1, -1)
+                velocity = guide(plain, self._call(model, noisy, sigma, empty), scale)
+            self._experts.keep_up()
         return Answer(velocity, plain, kept)
 
     def _call(self, model: nn.Module, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:

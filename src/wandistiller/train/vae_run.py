@@ -42,6 +42,7 @@ from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights, reduced_shapes
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
+from wandistiller.train.remedies import going_on
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.train.vae_quality import MeasureReconstructions
@@ -76,7 +77,7 @@ class _Job:
 def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
     """Do the whole job."""
     job = _prepare(config)
-    monitor = Monitor([job.device], lambda failure: _find_remedies(job, failure))
+    monitor = Monitor([job.device], going_on(config.output_dir, lambda failure: _find_remedies(job, failure)))
     with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks:
         _leave_out_damaged(job, ranks)
         return _train(job, ranks, monitor)
@@ -334,18 +335,16 @@ def measure_latents(
     return mean_each.tolist(), (squares / total - mean_each.square()).clamp_min(1e-12).sqrt().tolist()
 
 
-def _find_remedies(job: _Job, failure: Failure) -> list[Remedy]:
-    """Return what the flags of ``train-vae`` can do, each predicted as the training itself is."""
+def _find_remedies(job: _Job, failure: Failure) -> Iterator[Remedy]:
+    """Yield what the flags of ``train-vae`` can do, each predicted as the training itself is."""
     if not failure.is_computing:
-        return []
+        return
     hardware = hardware_of(job.device, measures=False)  # measuring would need memory
     now = _foresee(job)(hardware)
-    found = []
     for changes in _ways(job.config):
         other = _foresee(replace(job, config=replace(job.config, **changes)))(hardware)
         slowdown = other.seconds / now.seconds if now.seconds else 1.0
-        found.append(Remedy(changes=changes, saves=Bytes(now.peak - other.peak), slowdown=slowdown))
-    return found
+        yield Remedy(changes=changes, saves=Bytes(now.peak - other.peak), slowdown=slowdown)
 
 
 def _ways(config: TrainVaeConfig) -> Iterator[dict[str, Any]]:

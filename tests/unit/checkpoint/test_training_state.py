@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from wandistiller.checkpoint import state_files, training_state
 from wandistiller.checkpoint.training_state import TrainingState, TrainingStates, is_complete, load_state
 from wandistiller.errors import CheckpointError, OutputError
+from wandistiller.memory.out_of_memory import classify
 from wandistiller.train.callbacks import Callback
 from wandistiller.units import Bytes
 
@@ -107,6 +108,7 @@ def test_a_disk_that_is_full_is_said_and_leaves_the_last_state(tmp_path, monkeyp
 
     monkeypatch.setattr(state_files, "write_safetensors", fail)
     for save in (states.save, lambda state: states.start_saving(state).wait()):
-        with pytest.raises(OutputError, match="No space left"):
+        with pytest.raises(OutputError, match="No space left") as caught:
             save(some_state(2))
+        assert classify(caught.value).kind == "disk"
     assert states.newest() == older

@@ -442,3 +442,64 @@ def test_a_model_with_a_policy_is_not_copied_by_mistake(model):
         copy.deepcopy(model)
     active.detach()
     copy.deepcopy(model)
+
+
+class Conjugate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        z = torch.complex(self.layer(x), 2 * x)
+        return x + torch.view_as_real(z * z.conj() * z).sum(-1)
+
+
+def test_a_number_and_its_conjugate_are_two():
+    """They share memory, and only a flag tells them apart."""
+    block, x = Conjugate(), torch.randn(3, 8)
+    block(x).sum().backward()
+    expected = block.layer.weight.grad.clone()
+    block.zero_grad()
+    apply_policy([block], "none", "cpu", keeper=HostKeeper(torch.device("cpu"), min_bytes=0))
+    y = block(x).sum()
+    y.backward(retain_graph=True)
+    torch.testing.assert_close(block.layer.weight.grad, expected)
+    with pytest.raises(UsageError, match="twice"):
+        y.backward()
+
+
+class Unlike(nn.Module):
+    """Attention of long sequences that only PyTorch's own function takes: other widths, one key for all, mixed dtypes."""
+
+    def __init__(self, width=8, shares=False, is_normed=False):
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, width)
+        self.shares, self.is_normed = shares, is_normed
+
+    def forward(self, x):
+        query, key, value = (layer(x)[:, None] for layer in (self.query, self.key, self.value))
+        if self.is_normed:
+            query, key = nn.functional.normalize(query.float(), dim=-1), nn.functional.normalize(key.float(), dim=-1)
+        if self.shares:
+            key, value = key[:1], value[:1]
+        return nn.functional.scaled_dot_product_attention(query, key, value)[:, 0]
+
+
+@pytest.mark.parametrize(("options", "casts"), [({"width": 16}, False), ({"shares": True}, False), ({"is_normed": True}, True)])
+def test_attention_of_any_kind_under_the_selective_policy(options, casts, monkeypatch):
+    monkeypatch.setattr(attention, "MIN_KEYS", 16)
+    block, x = Unlike(**options), torch.randn(2, 32, 8)
+
+    def gradients():
+        block.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            y = block(x)
+        y.float().square().sum().backward()
+        return [parameter.grad.clone() for parameter in block.parameters()]
+
+    expected = gradients()
+    policy = apply_policy([block], "selective", "cpu")
+    found = gradients()
+    policy.detach()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2 if casts else 1e-5, atol=1e-2 if casts else 1e-6)

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ from wandistiller import api
 from wandistiller.cli.main import parse
 from wandistiller.config.command import command_line
 from wandistiller.config.sample import SampleConfig
-from wandistiller.errors import OutOfRoomError
+from wandistiller.errors import OutOfRoomError, OutputError
 from wandistiller.memory import out_of_memory
 from wandistiller.memory.advice import Remedy, enough, in_order
 from wandistiller.memory.monitor import Monitor
-from wandistiller.memory.out_of_memory import Failure, advising, classify, describe
+from wandistiller.memory.out_of_memory import Failure, advising, classify, describe, working_with
 from wandistiller.sample import sampler
 from wandistiller.train import remedies
+from wandistiller.train.methods.finetune import FlowMatching
 from wandistiller.units import Bytes
 
 CUDA_MESSAGE = (
@@ -135,6 +137,38 @@ def test_the_innermost_phase_is_named():
         raise MemoryError
 
 
+def test_the_role_at_work_is_named_in_a_phase_of_several():
+    monitor = Monitor([torch.device("cpu")])
+    with (
+        pytest.raises(OutOfRoomError, match="while training, role teacher"),
+        advising("sample", SampleConfig()),
+        monitor.phase("training", "student"),
+        working_with("teacher"),
+    ):
+        raise MemoryError
+
+
+@pytest.mark.parametrize("error", [ValueError("a shape that cannot be traced"), MemoryError()])
+def test_remedies_that_cannot_be_computed_hide_nothing(error, monkeypatch):
+    def fail(failure):
+        yield remedy("vae_tiling", 3, 1.0)
+        raise error
+
+    monitor = Monitor([torch.device("cpu")], remedies=fail)
+    with pytest.raises(OutOfRoomError) as caught, advising("sample", SampleConfig()), monitor.phase("denoising"):
+        raise torch.OutOfMemoryError(CUDA_MESSAGE)
+    assert "Out of GPU memory while denoising." in str(caught.value) and "--vae-tiling" in str(caught.value)
+    monkeypatch.setattr("wandistiller.memory.monitor.WARN_FROM", 0.0)
+    assert "RAM:" in monitor.line(), "a warning that cannot be written ends no run"
+
+
+def test_a_run_that_fails_does_not_wait_for_every_remedy(monkeypatch):
+    monkeypatch.setattr("wandistiller.memory.monitor.SECONDS_FOR_ADVICE", 0.0)
+    monitor = Monitor([torch.device("cpu")], remedies=lambda failure: (remedy("vae_tiling", each, 1.0) for each in count(1)))
+    with pytest.raises(OutOfRoomError, match=r"frees 1\.0 GiB"), advising("sample", SampleConfig()), monitor.phase("x"):
+        raise torch.OutOfMemoryError(CUDA_MESSAGE)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -187,6 +221,38 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
         api.sample(model="tiny-random", prompt="x", steps=1, output=tmp_path / "x.png")
     assert f"{tmp_path} has" in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_that_no_error_names(tmp_path):
+    """What ``write`` raises has no file's name, and one that saves a state wraps it."""
+    config = SampleConfig(output=tmp_path / "new" / "x.png")
+    with pytest.raises(OutOfRoomError, match="The disk is full") as caught, advising("sample", config):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise OutputError("x could not be written.") from error
+    assert f"{tmp_path} has" in str(caught.value)
+
+
+def test_the_command_to_paste_goes_on_where_a_state_is_saved(tmp_path, monkeypatch):
+    """Its changes are such that the state is still of use."""
+    monkeypatch.chdir(tmp_path)
+    steps = []
+
+    def fail(self, batch, plain=FlowMatching.losses):
+        steps.append(1)
+        if len(steps) == 3:
+            raise torch.OutOfMemoryError(CUDA_MESSAGE)
+        return plain(self, batch)
+
+    monkeypatch.setattr(FlowMatching, "losses", fail)
+    flags = [*TRAIN, "--num-steps", "3", "--batch-size", "2", "--save-every", "1", "--workers", "0"]
+    with pytest.raises(OutOfRoomError) as caught:
+        api.train(parse("train", flags))
+    line = str(caught.value).rpartition("run: ")[2]
+    changed = parse("train", shlex.split(line)[2:])
+    assert changed.resume == "auto"
+    assert api.train(changed).step == 3
 
 
 def test_host_memory_that_runs_out_for_real(tmp_path):

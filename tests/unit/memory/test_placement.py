@@ -81,6 +81,7 @@ def test_the_contract(checkpoint, name, options, is_loaded):
     if is_loaded:
         model = load_model(checkpoint, dtype=torch.bfloat16)
         subject = Subject(model=model, blocks=list(model.blocks))
+    attributes = {name: sorted(module.__dict__) for name, module in subject.model.named_modules()}
     placement = find_placement(name, **options)
     predicted = placement.predict(subject, CPU)
     placed = placement.attach(subject, CPU)
@@ -92,6 +93,36 @@ def test_the_contract(checkpoint, name, options, is_loaded):
     assert all(torch.equal(value, state[key]) for key, value in subject.model.state_dict().items())
     hooks = [module for module in subject.model.modules() if module._forward_hooks or module._forward_pre_hooks]
     assert not hooks
+    assert {name: sorted(module.__dict__) for name, module in subject.model.named_modules()} == attributes
+
+
+def test_a_role_of_several_dtypes_computes_on_the_cpu_as_it_is():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 64).to(torch.bfloat16)
+
+        def forward(self, x):
+            return self.second(self.first(x).to(torch.bfloat16))
+
+    model, x = Mixed().requires_grad_(False), torch.randn(2, 8)
+    expected = model(x)
+    find_placement("cpu").attach(Subject(model=model, blocks=[]), CPU)
+    assert torch.equal(model(x), expected)
+    # An input in a dtype that it has no weights in is meant for another device, and is cast to that of most weights.
+    assert run_on_host(nn.Linear(8, 8).to(torch.bfloat16), x.half()).dtype == torch.bfloat16
+
+
+def run_on_host(model, x):
+    find_placement("cpu").attach(Subject(model=model, blocks=[]), CPU)
+    return model(x)
+
+
+def test_what_modules_have_in_common_is_not_on_disk():
+    model = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
+    model["second"].weight = model["first"].weight
+    with pytest.raises(UsageError, match=r"on disk that first\.weight and second\.weight"):
+        check_device_map({"first": "cpu", "second": "disk"}, model)
 
 
 def test_a_map_to_disk_of_weights_that_have_to_be_converted(checkpoint):

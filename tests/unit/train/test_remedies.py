@@ -31,7 +31,7 @@ def propose(monkeypatch):
         config = TrainConfig(model="tiny", dataset_path="world:9:1x64x64", width=64, height=64, frames=(1,), **options)
         config.check()
         failure = Failure("device", Bytes(10**6), in_use=Bytes(10**9))
-        found = find_remedies(config, shapes, failure)
+        found = list(find_remedies(config, shapes, failure))
         for remedy in found:
             replace(config, **remedy.changes).check()
         return {name: remedy.saves for remedy in found for name in remedy.changes}, count
@@ -50,7 +50,7 @@ def test_host_memory_of_a_training_on_the_cpu_is_what_it_computes_in(shapes):
     found = {name: remedy.saves for remedy in on_cpu for name in remedy.changes}
     assert found["batch_size"] > 0
     assert found["placement"] <= 0, "weights in host memory are no remedy"
-    assert find_remedies(config, shapes, Failure("host", None)) == []
+    assert list(find_remedies(config, shapes, Failure("host", None))) == []
     kept = replace(config, activations_to_host=True, activation_policy="full")
     assert [remedy.changes for remedy in find_remedies(kept, shapes, Failure("host", None))] == [{"activations_to_host": False}]
 
@@ -64,7 +64,7 @@ def test_host_memory_of_a_distillation_is_spared_by_a_teacher_on_disk(monkeypatc
     size = SIZES["wan2.1-1.3b"]
     student = {**size.transformer, "num_layers": 4}
     found = find_distill_remedies(config, Shapes.of(size.vae, size.transformer), student, Failure("host", None, role="student"))
-    (remedy,) = in_order(found)
+    (remedy,) = in_order(list(found))
     assert remedy.changes == {"teacher_device_strategy": "disk"}
     replace(config, **remedy.changes).check()
 

@@ -5,6 +5,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wandistiller.flow.schedule import euler_schedule
+from wandistiller.memory.out_of_memory import note_failure
 from wandistiller.models.sizes import find_size
 from wandistiller.train.rollout import roll_out
 from wandistiller.train.teacher import Answer, Teacher, tapped
@@ -52,6 +53,17 @@ def test_an_answer_is_the_models_velocity_without_a_graph(models, question):
     answer = teacher.answer(*question)
     torch.testing.assert_close(answer.velocity, direct(models[0], *question))
     assert not answer.velocity.requires_grad
+
+
+def test_an_error_says_that_the_teacher_was_at_work(question):
+    class Empty(Shelf):
+        def expert(self, index):
+            raise MemoryError
+
+    with pytest.raises(MemoryError) as caught:
+        Teacher(Empty([]), torch.zeros(16, 32), device=CPU, dtype=torch.float32).answer(*question)
+    note_failure(caught.value, lambda failure: None)
+    assert caught.value._wandistiller_failure.role == "teacher"
 
 
 def test_guidance_is_the_pipelines_own_formula(models, question):

@@ -9,6 +9,7 @@ import torch
 from helpers.streaming import Chain, LateLane, Plain
 from torch import nn
 
+from wandistiller.errors import UsageError
 from wandistiller.memory.placement import Subject, find_placement
 from wandistiller.memory.streaming import stream_blocks
 
@@ -36,6 +37,92 @@ def test_mixed_dtypes_tied_parameters_and_buffers():
     assert model[0].third.weight is model[0].second.weight
     # 8x8 in bfloat16 and once in float32, three biases and a buffer, each at a multiple of 256 bytes.
     assert stream.layouts[0].num_bytes == 6 * 256
+
+
+class Skipping(Plain):
+    """A block that may be left out, as some trainings do."""
+
+    is_skipped = False
+
+    def forward(self, x):
+        return x if self.is_skipped else super().forward(x)
+
+
+class InPlace(Plain):
+    def forward(self, x):
+        return x.mul_(super().forward(x.clone()))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("skipped", [(2,), (2, 3), (1, 2, 3), (4, 5)])
+def test_a_block_that_hands_its_input_through_is_no_bodys_turn(num_slots, skipped):
+    model = Chain(6, Skipping)
+    for index in skipped:
+        model.blocks[index].is_skipped = True
+    check_gradients(model, num_slots)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_an_input_that_a_block_changes_is_its_result(num_slots):
+    check_gradients(Chain(5, InPlace), num_slots)
+
+
+def check_gradients(model, num_slots):
+    def gradients():
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    x = torch.randn(3, 8)
+    expected = gradients()
+    stream_blocks(model, list(model.blocks), "cpu", num_slots=num_slots, lane=LateLane())
+    found = gradients()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_results_that_later_blocks_hand_on():
+    class Two(nn.Module):
+        def __init__(self, is_last):
+            super().__init__()
+            self.image, self.text, self.is_last = nn.Linear(8, 8), nn.Linear(8, 8), is_last
+
+        def forward(self, x, *, text):
+            return torch.tanh(self.image(x) + text), text if self.is_last else torch.tanh(self.text(text) + x)
+
+    class Pairs(Chain):
+        def forward(self, x):
+            x = self.embed(x)
+            text = 2 * x
+            for block in self.blocks:
+                x, text = block(x, text=text)
+            return x + text
+
+    kinds = iter([False, False, False, True, True, True])
+    check_gradients(Pairs(6, lambda: Two(next(kinds))), 2)
+
+
+def test_second_derivatives_are_refused():
+    model = Chain(4)
+    stream_blocks(model, list(model.blocks), "cpu")
+    x = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(UsageError, match="no second derivatives"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def test_parts_of_a_block_tell_of_its_stored_weights():
+    model = Chain(6)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    stream_blocks(model, list(model.blocks), "cpu")
+    for index, block in enumerate(model.blocks):
+        assert torch.equal(block.layer.state_dict()["weight"], expected[f"blocks.{index}.layer.weight"])
+        with pytest.raises(UsageError, match="cannot be copied"):
+            copy.deepcopy(block.layer)
+    x = torch.randn(3, 8)
+    before = model(x)
+    model.blocks[3].layer.load_state_dict({"weight": torch.zeros(8, 8), "bias": torch.zeros(8)})
+    assert not torch.equal(model(x), before)
+    assert not model.state_dict()["blocks.3.layer.weight"].any()
 
 
 def tie_two_blocks(model):

@@ -3,6 +3,8 @@
 import copy
 import gc
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -216,3 +218,39 @@ def test_a_model_that_is_collected_during_an_optimisers_step_does_no_harm(model)
     finally:
         hook.remove()
     assert other.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+def test_an_optimiser_may_be_given_frozen_weights_too(quantise):
+    """What was kept on the device, or is stored in 8 bits, has no gradient, and the optimiser passes it over."""
+    model = Chain(6).to(torch.bfloat16).requires_grad_(False)
+    model.head.requires_grad_(True)
+    stream = stream_blocks(model, list(model.blocks), "cpu", quantise=quantise)
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    if not quantise:
+        stream._keep(2)
+        stream._make_places([0, 1, 3, 4, 5])
+    before = model(x)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    before.sum().backward()
+    optimiser.step()
+    assert not torch.equal(model(x), before)
+    model.head.requires_grad_(False).weight.add_(model.head.weight.grad, alpha=0.1)
+    model.head.bias.add_(model.head.bias.grad, alpha=0.1)
+    torch.testing.assert_close(model(x), before, atol=0.05, rtol=0.05)
+
+
+def test_a_trained_model_that_is_dropped_is_gone():
+    count = threading.active_count()
+    model = Chain(3)
+    stream = stream_blocks(model, list(model.blocks), "cpu", train=True)
+    model(torch.randn(3, 8)).sum().backward()
+    stream.gradients.wait()
+    gone = weakref.ref(model.blocks[0].layer.weight)
+    del model, stream
+    gc.collect()
+    assert gone() is None
+    deadline = time.monotonic() + 10
+    while threading.active_count() > count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == count
