@@ -45,6 +45,8 @@ class Phase:
     """Of one step."""
     exchange: float = 0.0
     """Of one step: time in which ranks send each other weights and gradients, beside the computation."""
+    waits: float = 0.0
+    """Of one step: what it would be shorter if that took no time."""
     num_steps: int = 0
     """Steps that a job takes of it; 0 for what is done once for each sample, before or after them."""
     work: Any = None
@@ -102,6 +104,16 @@ class Estimate:
         """Of the steps that the job is about: where there are several kinds, of those that take the longest together."""
         return max(self.phases, key=lambda phase: phase.seconds * phase.num_steps).seconds if self.phases else 0.0
 
+    @property
+    def waits(self) -> bool:
+        """Whether ranks are held up by what they send each other."""
+        return any(phase.waits > _HARDLY * phase.seconds for phase in self.phases)
+
+    def kept_on_host(self) -> int:
+        """Return what is kept for backward in the host memory of a machine."""
+        kept = (item for phase in self.phases for item in phase.items if item.kind == "kept activations")
+        return self.ranks * max((item.size for item in kept if item.where == "page-locked"), default=0)
+
     def lacks(self, hardware: Hardware) -> list[str]:
         """Say what is not enough, with the margin that a prediction needs; nothing if all fits."""
         found = []
@@ -111,14 +123,21 @@ class Estimate:
                 lack += f"; {self.in_use} are in use at the worst moment, so it may run if PyTorch gives back the rest in time"
             found.append(lack)
         on_host = self.host if hardware.card is not None else Bytes(self.host + self.ranks * self.device)
-        if on_host > HOST_SHARE * hardware.host_memory:
+        if not fits_host(on_host, hardware):
             found.append(f"needs {on_host} of host memory, {Bytes(int(HOST_SHARE * hardware.host_memory))} may be used")
         return found
 
 
 _MARGIN, _LEAST_MARGIN = 0.03, 300 * MIB
+_HARDLY = 0.01
+"""Share of a step that counts as nothing."""
 HOST_SHARE = 0.9
 """Of the host's memory, what a job may have: the system and the file cache need some."""
+
+
+def fits_host(size: int, hardware: Hardware) -> bool:
+    """Say whether a prediction of host memory fits."""
+    return size <= HOST_SHARE * hardware.host_memory
 
 
 def margin(size: int) -> Bytes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from torch import nn
 
 from wandistiller.config.placement import parse_limits
 from wandistiller.memory.device_map import foreseen_map, shares
@@ -24,7 +26,7 @@ from wandistiller.units import Bytes
 _CUDA = torch.device("cuda")
 Moment = dict[tuple[str, str], Bytes]
 """What is on the device at one time, by role and kind."""
-_HOST_STATE = 12
+HOST_STATE = 12
 """Bytes a weight that an optimiser in host memory keeps: a float32 copy and two moments."""
 
 
@@ -63,11 +65,27 @@ class Placing:
 
     def plan(self, use: Use) -> StreamPlan:
         """Return what streaming a transformer would make."""
-        return StreamPlan(_subject(use), 2, self.resident, self.eight_bit, train=use.trains == "everything")
+        return _stream_plan(use.model, self.resident, self.eight_bit, use.trains == "everything")
+
+    def footprint(self, use: Use) -> Footprint:
+        """Return what streaming it takes of the host and of the disk."""
+        trains = use.trains == "everything"
+        placement = choose_placement(self.name, resident=self.resident, eight_bit=self.eight_bit, train=trains)
+        return placement.predict(_subject(use), _CUDA)
 
 
 def _subject(use: Use) -> Subject:
-    return Subject(model=use.model, blocks=list(use.model.get_submodule("blocks").children()))
+    return _subject_of(use.model)
+
+
+def _subject_of(model: nn.Module) -> Subject:
+    return Subject(model=model, blocks=list(model.get_submodule("blocks").children()))
+
+
+@functools.lru_cache(maxsize=64)
+def _stream_plan(model: nn.Module, resident: int, eight_bit: bool, trains: bool) -> StreamPlan:
+    """Work a plan out once for all that use a model, of which there is one for each configuration (see ``uses``)."""
+    return StreamPlan(_subject_of(model), 2, resident, eight_bit, train=trains)
 
 
 class Stage:
@@ -87,7 +105,6 @@ class Stage:
 
     def place(self, use: Use, placing: Placing, *, adds_gradients: bool = False) -> None:
         """Put a transformer's weights where they belong; ``adds_gradients`` says that a step adds up several batches'."""
-        subject = _subject(use)
         tensors = [*use.model.parameters(), *use.model.buffers()]
         if placing.name == "cpu":
             is_fixed = use.trains == "nothing"
@@ -102,13 +119,12 @@ class Stage:
             self.scene.hold(use.name, "weights", [tensor.nbytes for tensor in tensors])
             return
         trains = use.trains == "everything"
-        placement = choose_placement(placing.name, resident=placing.resident, eight_bit=placing.eight_bit, train=trains)
         # Ranks have one copy of weights that nobody changes.
         is_shared = placing.name == "offload" and use.trains == "nothing"
-        self.stream(use.name, placing.plan(use), placement.predict(subject, _CUDA), is_shared=is_shared)
+        self.stream(use.name, placing.plan(use), placing.footprint(use), is_shared=is_shared)
         if trains:
             count = sum(each.numel() for each in use.model.get_submodule("blocks").parameters())
-            self.add(use.name, "optimiser", "host", count * _HOST_STATE)
+            self.add(use.name, "optimiser", "host", count * HOST_STATE)
             # They stay where they arrive, or are added up in float32.
             arriving = 2 * max(use.block_bytes) if adds_gradients else sum(use.block_bytes)
             self.add(use.name, "gradients", "page-locked", arriving)

@@ -113,6 +113,8 @@ class Training:
     """Whether the student's blocks learn what blocks of the teacher give."""
     teacher_slices: int = 1
     """Ranks that have the teacher between them, each a slice of it."""
+    teacher_serves: int = 1
+    """Ranks that one teacher answers, one after the other."""
     drawing: Drawing | None = None
     parallel: str = "ddp"
     """How several ranks train it: each with all of it (ddp), or with a slice (fsdp; hsdp within a group)."""
@@ -178,9 +180,10 @@ class Training:
             scene.let_go(student.name, "update")
         if self.drawing is not None:
             self.drawing.play(stage, _cut([each.nbytes for each in student.trained], slices) if self.averages else [])
-        found = stage.finished(self.seconds(hardware), num_steps)
+        seconds = self.seconds(hardware)
         exchange = self.exchange_seconds(hardware) + self._num_passes * self._teacher_exchange(hardware)
-        return replace(found, exchange=exchange, work=self)
+        waits = seconds - self.seconds(hardware, waits=False) if exchange else 0.0
+        return replace(stage.finished(seconds, num_steps), exchange=exchange, waits=waits, work=self)
 
     def _record(self, stage: Stage) -> None:
         """Try a step out and give back what it took; then hold what its recording keeps: gradients that stay where they are,
@@ -215,8 +218,8 @@ class Training:
         stage.scene.hold("", "batch", _batch_bytes(self.student) * self.accumulation)
         return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
 
-    def seconds(self, hardware: Hardware) -> float:
-        """Return the time of a step."""
+    def seconds(self, hardware: Hardware, *, waits: bool = True) -> float:
+        """Return the time of a step; ``waits`` says whether for what ranks send each other, too."""
         student = self.student
         seconds = step_seconds(student.tape, student.repeats, hardware, is_compiled=student.is_compiled)
         placed = placed_seconds(seconds, student, self.placing, hardware)
@@ -229,10 +232,10 @@ class Training:
             time += count * _UPDATE_TRAFFIC / hardware.update_rate
         elif hardware.card is not None:
             time += count * self._update_traffic / hardware.card.bandwidth / self.slices(hardware)
-        time = max(time, self.exchange_seconds(hardware))
+        time = max(time, self.exchange_seconds(hardware) if waits else 0.0)
         if self.teacher is not None:
             alone = forward_seconds(self.teacher, self.teacher_placing, hardware)
-            time += self._num_passes * max(alone, self._teacher_exchange(hardware))
+            time += self._num_passes * self.teacher_serves * max(alone, self._teacher_exchange(hardware) if waits else 0.0)
         return time
 
     @property

@@ -10,7 +10,7 @@ from wandistiller.config.train import TrainConfig
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.memory.estimates import Estimate
 from wandistiller.memory.hardware import Hardware
-from wandistiller.memory.stage import Placing
+from wandistiller.memory.stage import HOST_STATE, Placing
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Training, least_kept
 from wandistiller.models.shapes import Shapes
@@ -31,6 +31,8 @@ class Least:
     """What is kept for backward where nothing is recomputed."""
     update: int = 0
     """Gradients, and what an update needs beside them."""
+    host: int = 0
+    """Weights and states in the host memory of a machine."""
 
     def total(self, working: int = 0) -> Bytes:
         """All of it, where it is known what another way with the same activations had beside what it held."""
@@ -72,10 +74,24 @@ def least_of_training(work: Training, hardware: Hardware) -> Least:
     gradients = sum(4 * each.numel() if work.optimiser.has_master(each) else each.nbytes for each in stepped)
     update = gradients + sum(work.optimiser.scratch(stepped))
     teacher = _weights(work.teacher, work.teacher_placing) if work.teacher is not None else 0
-    return Least(held // slices + teacher, least_kept(student), update // slices)
+    host = 0 if work.teacher is None else _on_host(work.teacher, work.teacher_placing)
+    if work.placing.is_streamed:
+        count = sum(each.numel() for each in student.model.get_submodule("blocks").parameters()) if work.is_on_host else 0
+        host += max(hardware.num_cards, 1) * (_on_host(student, work.placing) + HOST_STATE * count)
+    return Least(held // slices + teacher, least_kept(student), update // slices, host)
 
 
 def _weights(use: Use, placing: Placing) -> int:
     if placing.is_streamed:
         return placing.plan(use).device_bytes
     return sum(each.nbytes for each in use.model.parameters()) if placing.name == "gpu" else 0
+
+
+def _on_host(use: Use, placing: Placing) -> int:
+    """Return what a transformer's weights take of the host at least, once."""
+    if placing.name == "cpu":
+        return sum(each.nbytes for each in use.model.parameters())
+    if not placing.is_streamed:
+        return 0
+    footprint = placing.footprint(use)
+    return footprint.host + footprint.page_locked

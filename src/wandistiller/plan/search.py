@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from wandistiller.memory.estimates import Estimate, Phase, fits, margin
+from wandistiller.memory.estimates import HOST_SHARE, Estimate, Phase, fits, fits_host, margin
 from wandistiller.memory.hardware import Hardware
 from wandistiller.plan.bounds import Least
 from wandistiller.plan.candidates import Changes, Way
 from wandistiller.plan.residents import resident_blocks
+from wandistiller.units import Bytes
 
 _CHEAP_POLICIES = 2
 """Policies for which smaller batches are tried whether or not something else fits: the others take longer than these."""
@@ -63,6 +65,7 @@ class Search:
         self.found: list[Option] = []
         self.untried: list[Untried] = []
         self._working: dict[Hashable, int] = {}
+        self._kept_on_host: dict[Hashable, int] = {}
 
     def run(self, ways: Sequence[Way]) -> None:
         """Try all that can be the best; the first is worked out in any case."""
@@ -76,7 +79,7 @@ class Search:
             else:
                 self.found += self._tried(way)
         for way in later:
-            if any(each.fits for each in self.found):
+            if any(each.fits and _can_judge(each, way) for each in self.found):
                 self.untried.append(Untried(way, "slower than what fits"))
             else:
                 self.found += self._tried(way)
@@ -97,7 +100,8 @@ class Search:
         if "cpu" in way.changes.values() and any(each.fits for each in self.found):
             return "much slower than what fits"
         # What costs accuracy has to be better than everything, what costs none than its like.
-        rivals = [each.way for each in self.found if each.fits and (each.way.is_exact or not way.is_exact)]
+        fitting = [each for each in self.found if each.fits and _can_judge(each, way)]
+        rivals = [each.way for each in fitting if each.way.is_exact or not way.is_exact]
         earlier = {each.policy for each in rivals if each.policy < way.policy}
         alike = [each for each in rivals if each.policy == way.policy]
         is_fast_enough = any(each.tier == 0 and each.halvings == 0 and each.policy in earlier for each in rivals)
@@ -114,16 +118,23 @@ class Search:
         return _LATER if way.halvings and (earlier or way.policy >= _CHEAP_POLICIES) else ""
 
     def _tried(self, way: Way) -> Iterator[Option]:
+        alike = _activations(way)
         least = self.least_on_card(way.changes)
-        total = least.total(self._working.get(_activations(way), 0))
-        is_first = not self.found
-        if not is_first and not self._fits_card(total):
-            phase = Phase(name="training", peak=total, reserved=total, seconds=float("inf"))
+        total = least.total(self._working.get(alike, 0))
+        on_host = Bytes(least.host + self._kept_on_host.get(alike, 0))
+        lack = ""
+        if self.found and not self._fits_card(total):
             lack = f"needs more than {total} and a margin of {margin(total)} on a card that has {self.hardware.room}"
+        elif self.found and not fits_host(on_host, self.hardware):
+            may_be_used = Bytes(int(HOST_SHARE * self.hardware.host_memory))
+            lack = f"needs more than {on_host} of host memory, {may_be_used} may be used"
+        if lack:
+            phase = Phase(name="training", peak=total, reserved=total, seconds=float("inf"))
             yield Option(way, Estimate(phases=(phase,)), (lack,))
             return
         option = self._option(way)
-        self._working[_activations(way)] = max(least.working(option.estimate), self._working.get(_activations(way), 0))
+        self._working[alike] = max(least.working(option.estimate), self._working.get(alike, 0))
+        self._kept_on_host[alike] = option.estimate.kept_on_host()
         yield option
         if self.resident_field is not None:
             yield from self._with_residents(option, self.resident_field)
@@ -147,6 +158,18 @@ class Search:
 
 
 _LATER = "only if nothing else fits"
+
+
+def _can_judge(option: Option, way: Way) -> bool:
+    """Say whether a way that fits tells something of another one's time: not if it waits for what ranks send, unless both do.
+
+    How much that is depends on how ranks share the student and the teacher, and on nothing that the order of ways is about.
+    """
+    return not option.estimate.waits or _sharing(option.way) == _sharing(way)
+
+
+def _sharing(way: Way) -> tuple[Any, bool]:
+    return way.changes.get("parallel"), way.changes.get("teacher_device_strategy") == "sharded"
 
 
 def _from_memory(way: Way) -> Changes | None:

@@ -180,6 +180,7 @@ def distill_work(
         teacher_placing=_teacher_placing(config),
         teacher_passes=passes,
         teacher_slices=_teacher_slices(config, hardware),
+        teacher_serves=hardware.num_ranks if config.strategy == "gpu0" else 1,
         matches_features=config.feature_weight > 0,
     )
 
@@ -204,7 +205,7 @@ def _teacher(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixels: 
 
 
 def _teacher_placing(config: DistillConfig) -> Placing:
-    """Return where the teacher lives; ``auto`` is the card until it has been chosen, and rank 0's for gpu0."""
+    """Return where the teacher lives; ``auto`` is the card until it has been chosen, and for gpu0 it is that of rank 0."""
     name = "gpu" if config.strategy in ("gpu0", "auto", "sharded") else config.strategy
     resident = 0 if config.teacher_resident == "auto" else int(config.teacher_resident)
     return Placing(

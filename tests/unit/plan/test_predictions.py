@@ -1,6 +1,7 @@
 """What whole jobs are foreseen to take: phases, disks and ranks, from flags alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,18 @@ def test_ranks_that_share_the_student_share_the_teacher_and_else_those_of_a_mach
     machines = described(card="rtx4090", num_cards=4, num_nodes=2, host_memory=Bytes(2**36))
     config = DistillConfig(dataset_path="clips", teacher_device_strategy="sharded", **together)
     assert distill_work(config, SHAPES, TINY, machines, (1, 64, 64)).teacher_slices == slices
+
+
+def test_one_teacher_answers_one_rank_after_the_other():
+    machines = described(card="rtx4090", num_cards=4, host_memory=Bytes(2**36))
+    seconds = {}
+    for strategy in ("gpu", "gpu0"):
+        work = distill_work(
+            DistillConfig(dataset_path="clips", teacher_device_strategy=strategy, **SIZE), SHAPES, TINY, machines, (1, 64, 64)
+        )
+        seconds[strategy] = work.seconds(machines)
+    answer = seconds["gpu"] - replace(work, teacher=None).seconds(machines)
+    assert seconds["gpu0"] - seconds["gpu"] == pytest.approx(3 * answer) and answer > 0
 
 
 @pytest.mark.parametrize(("scale", "passes"), [(1.0, 1), (5.0, 2), (None, 1)], ids=["plain", "guided", "as is usual"])

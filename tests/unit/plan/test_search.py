@@ -30,16 +30,17 @@ def searched(ways, **options):
     """Try ways of which the changes say what is predicted: gibibytes and seconds."""
 
     def predict(changes):
-        size = Bytes(round(changes["gib"] * GIB))
-        return Estimate(phases=(Phase(name="training", peak=size, reserved=size, seconds=changes["seconds"]),))
+        size, waits = Bytes(round(changes["gib"] * GIB)), changes.get("waits", 0.0)
+        phase = Phase(name="training", peak=size, reserved=size, seconds=changes["seconds"], waits=waits)
+        return Estimate(phases=(phase,))
 
     search = Search(predict=predict, least_on_card=lambda changes: Least(), hardware=CARD, **options)
     search.run(ways)
     return search
 
 
-def way(gib, seconds, **place):
-    return Way(changes={"gib": gib, "seconds": seconds}, **place)
+def way(gib, seconds, changes=None, **place):
+    return Way(changes={"gib": gib, "seconds": seconds, **(changes or {})}, **place)
 
 
 def plan_of(search):
@@ -60,6 +61,26 @@ def test_nothing_slower_than_the_fastest_place_is_tried_once_it_fits():
     search = searched([way(10, 1.0), way(5, 2.0, tier=1), way(8, 1.5, halvings=1), way(3, 3.0, policy=1)])
     assert len(search.found) == 1 and len(search.untried) == 3
     assert any("Not tried: 2 ways, slower than what fits" in line for line in reasons(plan_of(search)))
+
+
+def test_ranks_that_wait_for_each_other_say_nothing_of_those_that_share_otherwise():
+    """The order of the ways is that of their computation, which is not what such a step is long for."""
+    sliced = {"parallel": "fsdp", "waits": 3.0}
+    ways = [way(30, 1.0, {"parallel": "ddp"}), way(10, 4.0, sliced)]
+    later = [way(20, 2.0, {"parallel": "ddp"}, policy=1), way(8, 5.0, sliced, policy=1), way(15, 2.5, policy=2, halvings=1)]
+    search = searched([*ways, *later])
+    assert [each.seconds for each in search.found if each.fits] == [4.0, 2.0]
+    assert [each.way.changes["seconds"] for each in search.untried] == [5.0, 2.5]
+
+
+def test_what_the_host_has_no_room_for_is_not_played_through():
+    search = Search(
+        predict=lambda changes: Estimate(phases=(Phase(name="training", seconds=1.0),)),
+        least_on_card=lambda changes: Least(host=changes["gib"] * GIB),
+        hardware=CARD,
+    )
+    search.run([way(1, 1.0), way(60, 1.0), way(50, 1.0)])
+    assert [each.lacks for each in search.found] == [(), ("needs more than 60.0 GiB of host memory, 57.6 GiB may be used",), ()]
 
 
 def test_what_costs_accuracy_is_listed_and_chosen_only_where_nothing_else_fits():
@@ -136,3 +157,5 @@ def test_the_least_is_never_more_than_the_prediction():
         least, estimate = least_on_card(job, shapes, CARD), predict(job, shapes, CARD)
         peak = estimate.phases[-1].peak
         assert 0 < least.total() <= peak and least.total(least.working(estimate)) <= peak
+        assert least.host <= estimate.host
+        assert (least.host > 0) == ("offload" in repr(job))
