@@ -17,6 +17,14 @@ _ADVICE = {
 }
 
 
+def expand_home(path: str | Path) -> Path:
+    """Return a path with the user's folder for ``~``; a name that only begins so, ``~a.png``, stays as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # there is no user of that name
+        return Path(path)
+
+
 @contextmanager
 def complete_or_absent(target: Path, *, durable: bool = True) -> Iterator[Path]:
     """Give a temporary path beside ``target`` for a file or a folder; it takes the final name only if the block succeeds.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wandistiller.data.cache_files import CacheFile, Requirement
+from wandistiller.data.cache_files import CacheFile, Requirement, cache_path
 from wandistiller.errors import OutputError, UsageError
 from wandistiller.terminal import say
 
@@ -214,7 +214,7 @@ def _check_start(path: Path, start: bytes) -> None:
 
 
 def _cache_file(path: Path) -> CacheFile:
-    return CacheFile(path.parent / ".cache" / f"{path.name}.lines.safetensors", "pieces")
+    return CacheFile(cache_path(path.parent / ".cache", path.name, ".lines.safetensors"), "pieces")
 
 
 def _metadata(stamp: Stamp) -> dict[str, str]:

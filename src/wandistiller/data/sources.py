@@ -22,6 +22,7 @@ from PIL import Image
 from wandistiller.data.buckets import Bucket, MediaSize, choose_bucket
 from wandistiller.data.pictures import MEDIA_SUFFIXES, fit, probe, read_media
 from wandistiller.errors import MediaError, UsageError
+from wandistiller.files import expand_home
 from wandistiller.terminal import progress
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def open_source(path: str | Path, *, skip_bad: bool = False, seed: int = 0, flag
     world = _WORLD.fullmatch(str(path))
     if world:
         return OpenedSource(_open_world(world, seed), [])
-    place = Path(path).expanduser()
+    place = expand_home(path)
     if place.is_dir():
         files = list(_scan_folder(place))
         found: Sequence[_Item | BadItem] = files
@@ -320,7 +321,7 @@ def _parse_line(file: Path, label: str, line: bytes, parse: Callable[[str], tupl
         return BadItem(label, "is not UTF-8")
     except ValueError as error:
         return BadItem(label, str(error))
-    path = file.parent / Path(media).expanduser()
+    path = file.parent / expand_home(media)
     if path.suffix.lower() not in MEDIA_SUFFIXES:
         return BadItem(label, f"{media} does not end in one of {', '.join(MEDIA_SUFFIXES)}")
     return _Item(_name(path, file.parent), path, caption.strip())
@@ -336,7 +337,7 @@ def _parse_tab(line: str) -> tuple[str, str]:
 def _parse_json(line: str) -> tuple[str, str]:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from error
     return _field(values, _FILE_FIELDS), _field(values, _CAPTION_FIELDS)
 
@@ -345,7 +346,14 @@ def _field(values: Any, names: Sequence[str]) -> str:
     found = next((values[name] for name in names if name in values), None) if isinstance(values, dict) else None
     if not isinstance(found, str):
         raise ValueError(f"has no text under '{names[0]}' (or {', '.join(names[1:])})")
+    if not _is_text(found):
+        raise ValueError(f"has half a character (a lone surrogate) under '{names[0]}'")
     return found
+
+
+def _is_text(value: str) -> bool:
+    """Say whether UTF-8 can hold this: file names of other encodings and escapes in JSON may be of halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _name(path: Path, folder: Path) -> str:
@@ -413,6 +421,8 @@ def _look_at(found: Sequence[_Item | BadItem]) -> list[_Item | BadItem]:
 def _look_at_one(item: _Item | BadItem) -> _Item | BadItem:
     if isinstance(item, BadItem):
         return item
+    if not _is_text(item.name):
+        return BadItem(str(item.path).encode(errors="backslashreplace").decode(), "has a name that is not UTF-8")
     if item.name == RESERVED_NAME or item.name.endswith(".latent") or item.name.startswith(f"{HELD_OUT_FOLDER}/"):
         return BadItem(str(item.path), "has a name that caches use for themselves")
     try:
