@@ -123,19 +123,32 @@ def _probe_clip(path: Path) -> MediaSize:
     count, first = 0, None
     with av.open(str(path)) as container:
         stream = _video_stream(container)
+        told = _told_frames(stream)
         for packet in container.demux(stream):
-            count += packet.size > 0
+            count += packet.size > 0 and not packet.is_discard
             if first is None:
                 # How a clip is turned is told by its frames alone.
                 first = next(iter(packet.decode()), None)
             # Matroska and WebM do not say how many frames there are; their packets are counted, not decoded.
-            if first is not None and (stream.frames or count == _COUNTED_FRAMES):
+            if first is not None and (told or count == _COUNTED_FRAMES):
                 break
         if first is None:
             raise ValueError("no frame of it can be decoded.")
         image, stretch = _upright(first, stream)
         rate = stream.average_rate or stream.guessed_rate
-        return MediaSize(round(image.width * stretch), image.height, stream.frames or count, float(rate or 1))
+        return MediaSize(round(image.width * stretch), image.height, told or count, float(rate or 1))
+
+
+def _told_frames(stream: av.VideoStream) -> int:
+    """Return how many frames the header says there are; 0 if it does not, or if they last longer than the clip.
+
+    A clip that was cut without encoding it again still has the frames from its last key frame on, and a list of edits that
+    leaves them out.
+    """
+    if stream.duration and stream.time_base and stream.average_rate:
+        seen = stream.duration * stream.time_base * stream.average_rate
+        return 0 if seen < stream.frames - 0.5 else stream.frames
+    return stream.frames
 
 
 def _clip_frames(path: Path) -> Iterator[tuple[Image.Image, float]]:

@@ -166,6 +166,28 @@ def test_a_clip_that_ends_early(tmp_path):
         read_media(tmp_path / "x.mp4", Bucket(9, 48, 64))
 
 
+def cut(path, start, first, last):
+    """Copy packets as ``ffmpeg -ss FIRST -c copy`` does: from the key frame before, with times below 0 for what is not seen."""
+    with av.open(str(start)) as whole, av.open(str(path), "w") as container:
+        stream = container.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(video=0):
+            if packet.size and packet.pts < last * packet.duration:
+                packet.pts, packet.dts = packet.pts - first * packet.duration, packet.dts - first * packet.duration
+                packet.stream = stream
+                container.mux(packet)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mov"])
+def test_of_a_cut_clip_what_is_seen_counts(tmp_path, suffix):
+    write(tmp_path / f"whole.{suffix}", count=20)
+    path = tmp_path / f"x.{suffix}"
+    cut(path, tmp_path / f"whole.{suffix}", 6, 14)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].frames == 14
+    assert probe(path).frames == 8
+    assert read_media(path, Bucket(8, 48, 64)).shape == (8, 48, 64, 3)
+
+
 def test_a_clip_without_pictures(tmp_path):
     with av.open(str(tmp_path / "x.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=8000)
