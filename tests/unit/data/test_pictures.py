@@ -4,6 +4,7 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from wandistiller.data.buckets import Bucket, MediaSize
 from wandistiller.data.pictures import fit, probe, read_media
@@ -92,6 +93,28 @@ def test_exif_orientation(tmp_path, orientation, expected):
     size = probe(tmp_path / "x.jpg")
     assert (size.width, size.height) == ((64, 48) if orientation < 5 else (48, 64))
     assert corners(read_media(tmp_path / "x.jpg", Bucket(1, size.height, size.width))[0]) == expected
+
+
+def test_a_png_that_tells_at_its_end_how_it_is_turned(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(QUARTERS).save(tmp_path / "x.png", exif=exif)
+    content = (tmp_path / "x.png").read_bytes()
+    start = content.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(content[start : start + 4])
+    (tmp_path / "x.png").write_bytes(content[:start] + content[end:-12] + content[start:end] + content[-12:])
+    assert probe(tmp_path / "x.png") == MediaSize(48, 64, 1, 0.0)
+    assert corners(read_media(tmp_path / "x.png", Bucket(1, 64, 48))[0]) == "brwg"
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_orientation_in_xmp(tmp_path, suffix):
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", xmp.decode())
+    Image.fromarray(QUARTERS).save(tmp_path / f"x.{suffix}", **({"pnginfo": info} if suffix == "png" else {"xmp": xmp}))
+    assert probe(tmp_path / f"x.{suffix}") == MediaSize(48, 64, 1, 0.0)
+    assert corners(read_media(tmp_path / f"x.{suffix}", Bucket(1, 64, 48))[0]) == "brwg"
 
 
 def test_what_is_transparent_is_white(tmp_path):
