@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +67,7 @@ class EncodeConfig(CommandConfig):
     """Go on without media that cannot be read, captions that are empty and the like, and list them at the end."""
 
     def check(self) -> None:
+        super().check()
         if self.model is None or self.dataset_path is None:
             missing = "--model" if self.model is None else "--dataset-path"
             raise UsageError(
@@ -80,5 +80,5 @@ class EncodeConfig(CommandConfig):
         for flag, value in [*sizes, *(("--frames", count) for count in self.frames)]:
             if value is not None and value < 1:
                 raise UsageError(f"{flag} {value} is too small.", fix="Give 1 or more.")
-        if not math.isfinite(self.max_aspect) or self.max_aspect < 1:
+        if self.max_aspect < 1:
             raise UsageError(f"--max-aspect {self.max_aspect} is not a ratio of 1 or more.", fix="2 is usual; 1 is one size.")
