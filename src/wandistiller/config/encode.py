@@ -54,7 +54,8 @@ class EncodeConfig(CommandConfig):
     what is in the cache already in either."""
 
     vae_dtype: DtypeName = "float32"
-    """Precision of the VAE; latents are kept in float32. bfloat16 halves its memory at a small loss. 'auto' follows --dtype."""
+    """Precision of the VAE; latents are kept in float32. bfloat16 halves its memory at a small loss. 'auto' follows --dtype,
+    and takes what is in the cache already in any."""
 
     device: str = "auto"
     """Where to compute: cuda, cuda:1, mps or cpu. 'auto' takes the best there is, under torchrun one GPU for each process."""

@@ -28,6 +28,10 @@ class TransformerTrainingConfig(TrainingConfig):
     vae_checkpoint: Path | None = None
     """VAE weights in any dialect, in the place of the pipeline's VAE."""
 
+    vae_dtype: DtypeName = "float32"
+    """Precision of the VAE when media are encoded; give what `encode` was given, or they are encoded anew. 'auto' follows
+    --dtype and takes what is in the cache already in any."""
+
     vae_tiling: bool = False
     """Encode large media in tiles: take it when memory runs out before the training has begun. Latents are the same to
     rounding; encoding them, once, takes up to twice as long."""
