@@ -145,6 +145,18 @@ def test_a_folder_without_any_caption(tmp_path):
     assert "a.txt" in caught.value.why
 
 
+def test_captions_may_be_left_away_where_nobody_reads_them(tmp_path):
+    add_picture(tmp_path / "a.png")
+    add_picture(tmp_path / "b.png", " ")
+    add_picture(tmp_path / "c.png", "")
+    (tmp_path / "c.txt").write_bytes(b"\xff")
+    (tmp_path / "list.tsv").write_text("a.png\nb.png\t\nc.png\ta caption\n")
+    (tmp_path / "list.jsonl").write_text('{"file": "a.png"}\n{"file": "b.png", "caption": 3}\n{"image": "c.png", "text": ""}\n')
+    for place in (tmp_path, tmp_path / "list.tsv", tmp_path / "list.jsonl"):
+        opened = open_source(place, captioned=False)
+        assert [opened.source.name(index) for index in range(len(opened.source))] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(
     ("name", "line", "reason"),
     [
