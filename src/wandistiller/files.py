@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from wandistiller.errors import OutputError, UsageError
 
@@ -15,6 +16,14 @@ _ADVICE = {
     errno.ENOSPC: "Free some disk space or choose another place for it.",
     errno.EDQUOT: "Free some of your quota or choose another place for it.",
 }
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return a path with the user's folder for ``~``; a name that only begins so, ``~a.png``, stays as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # there is no user of that name
+        return Path(path)
 
 
 @contextmanager
@@ -29,7 +38,7 @@ def complete_or_absent(target: Path, *, durable: bool = True) -> Iterator[Path]:
     # Hidden by its first character and with the suffix kept, for writers that choose the format by it.
     partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
     former = target.with_name(f".{target.stem}.former-{os.getpid()}{target.suffix}")
-    check_can_write(target)
+    _find_folder(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
@@ -84,7 +93,19 @@ def _flush(path: Path) -> None:
 
 
 def check_can_write(target: Path) -> None:
-    """Raise ``UsageError`` if a file or folder could not be made there; makes nothing."""
+    """Raise ``UsageError`` if a file or folder could not be made there; leaves nothing behind."""
+    folder = _find_folder(target)
+    try:
+        # Permissions alone do not tell: nobody can make a folder in /proc, and root seems to be allowed to.
+        with TemporaryDirectory(prefix=".trial-", dir=folder):
+            pass
+    except OSError as error:
+        why = f"nothing can be made in {folder}: {error.strerror}."
+        raise UsageError(f"{target} cannot be written.", why=why, fix="Choose another place for it.") from error
+
+
+def _find_folder(target: Path) -> Path:
+    """Return the folder that the first of what has to be made for a target would be in; it has to be writable."""
     folder = target.absolute().parent
     while not folder.exists() and not folder.is_symlink():
         folder = folder.parent
@@ -92,3 +113,4 @@ def check_can_write(target: Path) -> None:
         raise UsageError(f"{target} cannot be written.", why=f"{folder} is not a folder.", fix="Choose another place for it.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"{target} cannot be written.", why=f"{folder} is not writable.", fix="Choose another place for it.")
+    return folder

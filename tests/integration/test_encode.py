@@ -355,6 +355,17 @@ def test_bad_media_can_be_left_out(pipeline, data):
     assert not any(".claims" in name for name in contents(data / ".cache"))
 
 
+def test_long_names_have_caches_too(pipeline, tmp_path):
+    names = ["ä" * 112 + letter for letter in "ab"] + ["x" * 251]
+    (tmp_path / "data").mkdir()
+    for name in names:
+        Image.new("RGB", (64, 64)).save(tmp_path / "data" / f"{name}.png")
+        (tmp_path / "data" / f"{name}.txt").write_text("a caption")
+    assert run_encode(configure(pipeline, tmp_path / "data")).num_latents == 3
+    found = run_encode(configure(pipeline, tmp_path / "data"))
+    assert (found.num_text, found.num_latents, found.reused) == (0, 0, 7)
+
+
 def test_what_training_checks_before_its_first_step(pipeline, encoded):
     from wandistiller.data.cache_files import fingerprint_model
     from wandistiller.models.stored import VAE, inspect_checkpoint

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from wandistiller.errors import OutputError, UsageError
@@ -58,4 +60,10 @@ def test_a_place_that_cannot_be_written_is_found_beforehand(tmp_path):
     with pytest.raises(UsageError, match="is not a folder"):
         check_can_write(tmp_path / "file" / "x.png")
     check_can_write(tmp_path / "new" / "folders" / "x.png")
-    assert not (tmp_path / "new").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which root can make nothing")
+def test_a_folder_that_nobody_can_make_is_found_beforehand():
+    with pytest.raises(UsageError, match="cannot be written"):
+        check_can_write(Path("/proc/x/y"))

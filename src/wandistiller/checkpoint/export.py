@@ -14,7 +14,7 @@ from wandistiller.checkpoint.formats import WRITERS, target_dtypes
 from wandistiller.checkpoint.proof import prove_equal
 from wandistiller.config.export import ExportConfig
 from wandistiller.errors import UsageError
-from wandistiller.files import complete_or_absent
+from wandistiller.files import complete_or_absent, expand_home
 from wandistiller.models.channel_adapter import CONFIG_NAME as ADAPTER_CONFIG
 from wandistiller.models.channel_adapter import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from wandistiller.models.devices import DTYPES
@@ -44,7 +44,7 @@ def run_export(config: ExportConfig) -> list[Exported]:
     config.check()
     assert config.model is not None and config.output is not None  # check() has made sure
     dtype = None if config.dtype == "keep" else DTYPES[config.dtype]
-    source = Path(config.model).expanduser()
+    source = expand_home(config.model)
     if _is_single_model(source):
         exported = [_export_model(inspect_checkpoint(source), config.output, config.format, dtype)]
     else:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from wandistiller.errors import UsageError
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -21,14 +24,30 @@ class CommandConfig:
     """TOML file with any of the flags below as keys; flags on the command line win. Keep one beside each experiment."""
 
     def check(self) -> None:
-        """Raise ``UsageError`` where values do not go together; needs no model and no device."""
+        """Raise ``UsageError`` where values do not go together; needs no model and no device.
+
+        Here, what holds for all commands: numbers are finite, and a seed is one that PyTorch takes.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                what = f"{flag_name(field.name)} {value} is not a finite number."
+                raise UsageError(what, why="nothing can be computed with it.", fix="Give a number.")
+            if field.name == "seed" and not 0 <= value < 2**63:
+                why = "generators of random numbers take 63 bits."
+                raise UsageError(f"--seed {value} is out of range.", why=why, fix="Give a number from 0 to 2**63 - 1.")
+
+
+def flag_name(field: str) -> str:
+    """Return the flag of a configuration's field."""
+    return "--" + field.replace("_", "-")
 
 
 def flag_words(changes: Mapping[str, Any]) -> list[str]:
     """Return fields of a configuration as one types them."""
     words: list[str] = []
     for name, value in changes.items():
-        flag = "--" + name.replace("_", "-")
+        flag = flag_name(name)
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         else:

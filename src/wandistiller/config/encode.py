@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +54,8 @@ class EncodeConfig(CommandConfig):
     what is in the cache already in either."""
 
     vae_dtype: DtypeName = "float32"
-    """Precision of the VAE; latents are kept in float32. bfloat16 halves its memory at a small loss. 'auto' follows --dtype."""
+    """Precision of the VAE; latents are kept in float32. bfloat16 halves its memory at a small loss. 'auto' follows --dtype,
+    and takes what is in the cache already in any."""
 
     device: str = "auto"
     """Where to compute: cuda, cuda:1, mps or cpu. 'auto' takes the best there is, under torchrun one GPU for each process."""
@@ -68,6 +68,7 @@ class EncodeConfig(CommandConfig):
     """Go on without media that cannot be read, captions that are empty and the like, and list them at the end."""
 
     def check(self) -> None:
+        super().check()
         if self.model is None or self.dataset_path is None:
             missing = "--model" if self.model is None else "--dataset-path"
             raise UsageError(
@@ -80,5 +81,5 @@ class EncodeConfig(CommandConfig):
         for flag, value in [*sizes, *(("--frames", count) for count in self.frames)]:
             if value is not None and value < 1:
                 raise UsageError(f"{flag} {value} is too small.", fix="Give 1 or more.")
-        if not math.isfinite(self.max_aspect) or self.max_aspect < 1:
+        if self.max_aspect < 1:
             raise UsageError(f"--max-aspect {self.max_aspect} is not a ratio of 1 or more.", fix="2 is usual; 1 is one size.")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from wandistiller.config.command import CommandConfig
 from wandistiller.errors import UsageError
+from wandistiller.files import expand_home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class ExportConfig(CommandConfig):
             raise UsageError(f"{missing} is missing.", fix="Say what to export with --model and where to with --output.")
         if self.output.exists() and not self.overwrite and (self.output.is_file() or any(self.output.iterdir())):
             raise UsageError(f"{self.output} exists.", fix="Choose another --output, or add --overwrite.")
-        source, output = Path(self.model).expanduser().absolute(), self.output.expanduser().absolute()
+        source, output = expand_home(self.model).absolute(), expand_home(self.output).absolute()
         if source == output or output in source.parents:
             raise UsageError(
                 f"--output {self.output} holds what is to be exported.",

@@ -62,6 +62,7 @@ class ReportConfig(CommandConfig):
     """File to write. Default: report.html in the run's folder."""
 
     def check(self) -> None:
+        super().check()
         if self.run is None:
             raise UsageError("--run is missing.", fix="Name the folder of a run, such as --run runs/distill.")
         if self.prompts and self.data_path is not None:
@@ -75,7 +76,6 @@ class ReportConfig(CommandConfig):
             ("--num-shown", self.num_shown, 0),
             ("--steps", self.steps, 1),
             ("--cfg-scale", self.cfg_scale, 0),
-            ("--seed", self.seed, 0),
             ("--width", self.width, 1),
             ("--height", self.height, 1),
             ("--frames", self.frames, 1),

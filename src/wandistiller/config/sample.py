@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -143,6 +142,7 @@ class SampleConfig(CommandConfig):
     half as long again."""
 
     def check(self) -> None:
+        super().check()
         self._check_placement()
         self._check_sources()
         self._check_numbers()
@@ -211,16 +211,12 @@ class SampleConfig(CommandConfig):
             ("--cfg-scale", self.cfg_scale, 0),
             ("--cfg-scale-2", self.cfg_scale_2, 0),
         ):
-            if value is not None and not math.isfinite(value):
-                raise UsageError(f"{flag} {value} is not a finite number.", fix="Give a number.")
             if value is not None and value < least:
                 raise UsageError(f"{flag} {value} is too small.", fix=f"Give {least} or more.")
         if self.sigma_shift is not None and not 0 < self.sigma_shift <= 1000:
             raise UsageError(f"--sigma-shift {self.sigma_shift} is not between 0 and 1000.", fix="3 to 12 are usual for Wan.")
         if self.boundary is not None and not 0 < self.boundary < 1:
             raise UsageError(f"--boundary {self.boundary} is not between 0 and 1.", fix="Wan 2.2 uses 0.875 or 0.9.")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"--seed {self.seed} is out of range.", fix="Give a number from 0 to 2**63 - 1.")
 
     def _check_outputs(self) -> None:
         known = PICTURE_SUFFIXES + CLIP_SUFFIXES + LATENT_SUFFIXES

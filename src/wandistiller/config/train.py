@@ -107,6 +107,9 @@ class TrainConfig(TransformerTrainingConfig):
             ("--lora-alpha", self.lora_alpha, 1),
             ("--pixel-loss-weight", self.pixel_loss_weight, 0),
         )
+        if self.lora_rank and not self.lora_targets:
+            why = "only adapters are trained, and no layer would have one."
+            raise UsageError("--lora-targets names no layers.", why=why, fix="Name some (to_q to_k to_v), or leave it away.")
         check_shares(("--caption-dropout", self.caption_dropout))
         parse_resident(self.resident, "--resident")
         if not self.lora_rank:

@@ -27,7 +27,7 @@ class TrainVaeConfig(TrainingConfig):
     """Start from random weights in the shape of --model."""
 
     dataset_path: str | None = None
-    """Folder of pictures and clips; or a list file; or a .jsonl file; or the procedural world, as
+    """Folder of pictures and clips, which need no captions here; or a list file; or a .jsonl file; or the procedural world, as
     world:COUNT:FRAMESxHEIGHTxWIDTH (1+9x64x64 is pictures and clips in turn)."""
 
     held_out: str | None = None

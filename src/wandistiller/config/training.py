@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from wandistiller.config.command import CommandConfig
+from wandistiller.config.command import CommandConfig, flag_name
 from wandistiller.errors import UsageError
 
 PrecisionName = Literal["auto", "no", "bf16", "fp16"]
@@ -115,7 +114,13 @@ class TrainingConfig(CommandConfig):
         """What is computed in 16 bits, by whichever flag it was asked for."""
         return self.mixed_precision
 
+    @property
+    def targets(self) -> tuple[Path, ...]:
+        """Files that the run writes, one for each place."""
+        return self.output_dir / "x", *([] if self.memory_snapshot is None else [self.memory_snapshot])
+
     def check(self) -> None:
+        super().check()
         check_least(
             ("--num-steps", self.num_steps, 1),
             ("--num-epochs", self.num_epochs, 1),
@@ -129,7 +134,6 @@ class TrainingConfig(CommandConfig):
             ("--keep", self.keep, 1),
             ("--log-every", self.log_every, 1),
             ("--validate-every", self.validate_every, 0),
-            ("--seed", self.seed, 0),
             ("--workers", self.workers, 0),
             ("--shard-size", self.shard_size, 1),
             ("--rank-timeout", self.rank_timeout, 1),
@@ -149,9 +153,9 @@ class TrainingConfig(CommandConfig):
 
 
 def check_least(*values: tuple[str, float | None, float]) -> None:
-    """Raise ``UsageError`` for a flag whose value is below its least, or no number."""
+    """Raise ``UsageError`` for a flag whose value is below its least."""
     for flag, value, least in values:
-        if value is not None and (not math.isfinite(value) or value < least):
+        if value is not None and value < least:
             raise UsageError(f"{flag} {value} is out of range.", fix=f"Give {least} or more.")
 
 
@@ -159,7 +163,7 @@ def check_idle(config: CommandConfig, needs: str, *names: str) -> None:
     """Raise ``UsageError`` for a field that is not as it is by default and changes nothing without the flags in ``needs``."""
     for field in dataclasses.fields(config):
         if field.name in names and getattr(config, field.name) != field.default:
-            flag = "--" + field.name.replace("_", "-")
+            flag = flag_name(field.name)
             raise UsageError(f"{flag} changes nothing without {needs}.", fix=f"Add {needs}, or leave {flag} away.")
 
 

@@ -28,6 +28,10 @@ class TransformerTrainingConfig(TrainingConfig):
     vae_checkpoint: Path | None = None
     """VAE weights in any dialect, in the place of the pipeline's VAE."""
 
+    vae_dtype: DtypeName = "float32"
+    """Precision of the VAE when media are encoded; give what `encode` was given, or they are encoded anew. 'auto' follows
+    --dtype and takes what is in the cache already in any."""
+
     vae_tiling: bool = False
     """Encode large media in tiles: take it when memory runs out before the training has begun. Latents are the same to
     rounding; encoding them, once, takes up to twice as long."""
@@ -102,6 +106,10 @@ class TransformerTrainingConfig(TrainingConfig):
     dtype: DtypeName = "auto"
     """Precision of the text encoder when captions are encoded."""
 
+    @property
+    def targets(self) -> tuple[Path, ...]:
+        return *super().targets, *([] if self.sample_dir is None else [self.sample_dir / "x"])
+
     def check(self) -> None:
         super().check()
         if (self.width is None) != (self.height is None):
@@ -119,7 +127,6 @@ class TransformerTrainingConfig(TrainingConfig):
         if self.judge_samples and not (self.held_out or "").startswith("world"):
             raise UsageError("--judge-samples is for a held-out world.", fix="Add --held-out world-heldout:256:1x64x64.")
         check_least(
-            ("--sigma-std", self.sigma_std, 1e-3),
             ("--judge-samples", self.judge_samples, 0),
             ("--sample-every", self.sample_every, 0),
             ("--sample-steps", self.sample_steps, 1),
@@ -128,6 +135,13 @@ class TransformerTrainingConfig(TrainingConfig):
         for flag, value in (("--beta1", self.beta1), ("--beta2", self.beta2)):
             if not 0 <= value < 1:
                 raise UsageError(f"{flag} {value} is out of range.", fix="Give a number from 0 to below 1, such as 0.9.")
+        for flag, logit, least, most, usual in (
+            ("--sigma-mean", self.sigma_mean, -20, 20, "-1 to 1 are usual."),
+            ("--sigma-std", self.sigma_std, 0.001, 10, "1 is usual."),
+        ):
+            if not least <= logit <= most:
+                why = "it is of the logit of sigma, and nearly all sigmas would be the same."
+                raise UsageError(f"{flag} {logit} is not between {least} and {most}.", why=why, fix=usual)
         if self.sigma_shift is not None and not 0 < self.sigma_shift <= 1000:
             raise UsageError(f"--sigma-shift {self.sigma_shift} is not between 0 and 1000.", fix="3 to 12 are usual for Wan.")
         if self.optimizer_name == "adafactor":

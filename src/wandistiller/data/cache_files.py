@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ ENCODE_FIRST = "Run wandistiller encode with the same --model, --dataset-path, s
 
 _SAMPLE_BYTES = 4096
 _NUM_SHOWN = 5
+_LONGEST_NAME = 238
+"""Bytes of a file's name: file systems take 255, and what is half-written has up to 17 more."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,16 @@ class Requirement:
     field: str
     value: str
     otherwise: str
+
+
+def cache_path(folder: Path, name: str, suffix: str) -> Path:
+    """Return where the file of an item is; a name that is too long for a file is cut, and its hash tells it apart."""
+    above, slash, last = name.rpartition("/")
+    whole = os.fsencode(last)
+    if len(whole) + len(suffix) > _LONGEST_NAME:
+        ending = f"-{hashlib.sha256(whole).hexdigest()[:16]}"
+        last = whole[: _LONGEST_NAME - len(ending) - len(suffix)].decode(errors="ignore") + ending
+    return folder / f"{above}{slash}{last}{suffix}"
 
 
 class CacheFile:

@@ -33,7 +33,7 @@ from wandistiller.data.sources import BadItem, Source, assign_buckets, is_world,
 from wandistiller.data.text_cache import EMPTY_NAME, TextCache, entry, fingerprint_text_encoder
 from wandistiller.distributed.ranks import rank_device, read_ranks
 from wandistiller.errors import MediaError, OutputError
-from wandistiller.files import check_can_write
+from wandistiller.files import check_can_write, expand_home
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.encoder_phases import TEXT_ROOM
 from wandistiller.memory.monitor import Monitor
@@ -129,7 +129,7 @@ def default_cache_dir(dataset_path: str) -> Path:
 
     A list file has a folder of its own in there, because other lists may name the same media with other captions.
     """
-    place = Path(dataset_path).expanduser()
+    place = expand_home(dataset_path)
     if is_world(dataset_path):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "wandistiller" / "data" / re.sub(r"[^\w.-]", "-", dataset_path)

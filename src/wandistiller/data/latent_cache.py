@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.data.buckets import Bucket
-from wandistiller.data.cache_files import CacheFile, Requirement, refuse_incomplete
+from wandistiller.data.cache_files import CacheFile, Requirement, cache_path, refuse_incomplete
 from wandistiller.data.sources import Source
 from wandistiller.errors import CheckpointError
 from wandistiller.models.latents import normalise
@@ -39,7 +39,7 @@ class LatentCache:
 
     def file(self, name: str) -> CacheFile:
         """Return an item's file, whether or not it is there."""
-        return CacheFile(self.folder / f"{name}.latent.safetensors", "latent")
+        return CacheFile(cache_path(self.folder, name, ".latent.safetensors"), "latent")
 
     def problem(self, source: Source, index: int, bucket: Bucket) -> str | None:
         """Say why an item has to be encoded; None if it is up to date."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wandistiller.data.cache_files import CacheFile, Requirement
+from wandistiller.data.cache_files import CacheFile, Requirement, cache_path
 from wandistiller.errors import OutputError, UsageError
 from wandistiller.terminal import say
 
@@ -31,7 +31,9 @@ _KEEP_FROM_BYTES = 32 * 2**20
 # Decoding is slow where text is not ASCII. Of larger files, as many bytes are decoded, evenly spread; what is read later is
 # decoded then.
 _DECODED_BYTES = 256 * 2**20
-_VERSION = "1"
+# How white space beyond ASCII begins in UTF-8: no-break space, ideographic space and the like.
+_WIDE_SPACES = (0xC285, 0xC2A0, 0xE19A, 0xE280, 0xE281, 0xE380)
+_VERSION = "2"
 _SAVE_AS_UTF8 = "Save it as UTF-8, one prompt a line, for example with: iconv -f ENCODING -t UTF-8"
 
 
@@ -77,7 +79,7 @@ class LineIndex:
             file.seek(start)
             content = file.read(end - start)
         lines = enumerate(content.split(b"\n"), start=int(self.numbers[piece]) + 1)
-        return [Line(number, content) for number, line in lines if (content := line.strip())]
+        return [Line(number, line.strip()) for number, line in lines if not _is_blank(line)]
 
 
 def index_lines(path: Path) -> LineIndex:
@@ -156,9 +158,17 @@ def _find_blank(
     lengths = ends - starts
     first = values[np.minimum(starts, len(values) - 1)]
     blank: NDArray[np.bool_] = (lengths == 0) | ((lengths == 1) & (first == ord("\r")))
-    for suspect in np.flatnonzero((first <= ord(" ")) & ~blank).tolist():
-        blank[suspect] = chunk[starts[suspect] : ends[suspect]].isspace()
+    wide = np.flatnonzero(first >= _WIDE_SPACES[0] >> 8)
+    pairs = (first[wide].astype(np.uint16) << 8) | values[np.minimum(starts[wide] + 1, len(values) - 1)]
+    suspects = [np.flatnonzero((first <= ord(" ")) & ~blank), wide[np.isin(pairs, _WIDE_SPACES)]]
+    for suspect in np.concatenate(suspects).tolist():
+        blank[suspect] = _is_blank(chunk[starts[suspect] : ends[suspect]])
     return blank
+
+
+def _is_blank(line: bytes) -> bool:
+    content = line.strip()
+    return not content or (int.from_bytes(content[:2]) in _WIDE_SPACES and content.decode(errors="replace").isspace())
 
 
 def _scan(path: Path, file: BinaryIO, stamp: Stamp) -> LineIndex:
@@ -214,7 +224,7 @@ def _check_start(path: Path, start: bytes) -> None:
 
 
 def _cache_file(path: Path) -> CacheFile:
-    return CacheFile(path.parent / ".cache" / f"{path.name}.lines.safetensors", "pieces")
+    return CacheFile(cache_path(path.parent / ".cache", path.name, ".lines.safetensors"), "pieces")
 
 
 def _metadata(stamp: Stamp) -> dict[str, str]:

@@ -7,6 +7,7 @@ Frames are resized one by one as they are decoded, so a clip is never in memory 
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import av
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from wandistiller.data.buckets import Bucket, MediaSize
 from wandistiller.errors import MediaError
@@ -101,10 +102,26 @@ def _naming(path: Path) -> Iterator[None]:
 def _probe_picture(path: Path) -> MediaSize:
     with Image.open(path) as image:
         width, height = image.size
-        # Orientations 5 to 8 lie on their side. Asked for EXIF that the header does not have, PIL decodes all of a PNG.
-        if "exif" in image.info and image.getexif().get(0x0112, 1) >= 5:
+        # Asked for EXIF that the header does not have, PIL decodes all of a PNG.
+        is_told = image.format == "PNG" and not _tells_more_at_the_end(path)
+        exif = Image.Image.getexif(image) if is_told else image.getexif()
+        if exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8):  # lies on its side
             width, height = height, width
     return MediaSize(width, height, frames=1, fps=0.0)
+
+
+def _tells_more_at_the_end(path: Path) -> bool:
+    """Say whether a PNG has chunks after its pixels that may say how it is turned."""
+    has_pixels = False
+    with path.open("rb", buffering=0) as file:
+        file.seek(8)
+        while len(start := file.read(8)) == 8:
+            length, kind = struct.unpack(">I4s", start)
+            has_pixels |= kind == b"IDAT"
+            if has_pixels and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
+                return True
+            file.seek(length + 4, os.SEEK_CUR)
+    return False
 
 
 def _read_upright(path: Path) -> Image.Image:
@@ -123,19 +140,32 @@ def _probe_clip(path: Path) -> MediaSize:
     count, first = 0, None
     with av.open(str(path)) as container:
         stream = _video_stream(container)
+        told = _told_frames(stream)
         for packet in container.demux(stream):
-            count += packet.size > 0
+            count += packet.size > 0 and not packet.is_discard
             if first is None:
                 # How a clip is turned is told by its frames alone.
                 first = next(iter(packet.decode()), None)
             # Matroska and WebM do not say how many frames there are; their packets are counted, not decoded.
-            if first is not None and (stream.frames or count == _COUNTED_FRAMES):
+            if first is not None and (told or count == _COUNTED_FRAMES):
                 break
         if first is None:
             raise ValueError("no frame of it can be decoded.")
         image, stretch = _upright(first, stream)
         rate = stream.average_rate or stream.guessed_rate
-        return MediaSize(round(image.width * stretch), image.height, stream.frames or count, float(rate or 1))
+        return MediaSize(round(image.width * stretch), image.height, told or count, float(rate or 1))
+
+
+def _told_frames(stream: av.VideoStream) -> int:
+    """Return how many frames the header says there are; 0 if it does not, or if they last longer than the clip.
+
+    A clip that was cut without encoding it again still has the frames from its last key frame on, and a list of edits that
+    leaves them out.
+    """
+    if stream.duration and stream.time_base and stream.average_rate:
+        seen = stream.duration * stream.time_base * stream.average_rate
+        return 0 if seen < stream.frames - 0.5 else stream.frames
+    return stream.frames
 
 
 def _clip_frames(path: Path) -> Iterator[tuple[Image.Image, float]]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from wandistiller.data.line_index import LINES_PER_PIECE, Line, index_lines, refuse_encoding
 from wandistiller.data.sources import Source, is_world, open_source
 from wandistiller.errors import UsageError, nearest
+from wandistiller.files import expand_home
 
 _ONE_A_LINE = "Give a UTF-8 text file with one prompt a line"
 _OTHER_KINDS = {
@@ -73,7 +74,7 @@ class PromptFile:
 
         Of a file beyond a quarter of a gigabyte only as much is checked for UTF-8, and the rest when it is read.
         """
-        self.path = Path(path).expanduser().absolute()
+        self.path = expand_home(path).absolute()
         _check_kind(path, self.path)
         self._index = index_lines(self.path)
         self._piece: tuple[int, list[Line]] | None = None

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,7 @@ from PIL import Image
 from wandistiller.data.buckets import Bucket, MediaSize, choose_bucket
 from wandistiller.data.pictures import MEDIA_SUFFIXES, fit, probe, read_media
 from wandistiller.errors import MediaError, UsageError
+from wandistiller.files import expand_home
 from wandistiller.terminal import progress
 
 if TYPE_CHECKING:
@@ -93,17 +95,19 @@ class Assignment:
     bad: list[BadItem]
 
 
-def open_source(path: str | Path, *, skip_bad: bool = False, seed: int = 0, flag: str = "--dataset-path") -> OpenedSource:
+def open_source(
+    path: str | Path, *, skip_bad: bool = False, seed: int = 0, flag: str = "--dataset-path", captioned: bool = True
+) -> OpenedSource:
     """Open a folder, a list file (file TAB caption), a JSONL file, or ``world:COUNT:FRAMESxHEIGHTxWIDTH``.
 
     ``world:1000:1+9x64x64`` has pictures and clips in turn.
     What cannot be used is an error that names it; with ``skip_bad`` it is left out and returned. ``seed`` is the world's,
-    ``flag`` what the user gave the path with.
+    ``flag`` what the user gave the path with. Without ``captioned`` captions are neither needed nor looked at.
     """
     world = _WORLD.fullmatch(str(path))
     if world:
         return OpenedSource(_open_world(world, seed), [])
-    place = Path(path).expanduser()
+    place = expand_home(path)
     if place.is_dir():
         files = list(_scan_folder(place))
         found: Sequence[_Item | BadItem] = files
@@ -113,20 +117,20 @@ def open_source(path: str | Path, *, skip_bad: bool = False, seed: int = 0, flag
                 why=f"none of its files ends in {', '.join(MEDIA_SUFFIXES)}.",
                 fix="Point to the folder that has them; a caption is a text file beside each, NAME.txt for NAME.png.",
             )
-        if not any(_caption_file(item.path).exists() for item in files):
+        if captioned and not any(_caption_file(item.path).exists() for item in files):
             raise UsageError(
                 f"None of the {len(files)} pictures and clips in {path} has a caption.",
                 why=f"there is no {_caption_file(files[0].path).name} beside {files[0].path.name}, and so on.",
                 fix="Write a text file beside each, NAME.txt for NAME.png, or give a list file instead.",
             )
     elif place.is_file():
-        found = list(_read_list(place))
+        found = list(_read_list(place, captioned))
         if not found:
             raise UsageError(f"{path} lists nothing.", fix="Write one item a line: the file, a tab, the caption.")
     else:
         hint = " The world is written world:COUNT:FRAMESxHEIGHTxWIDTH." if str(path).startswith("world") else ""
         raise UsageError(f"{path} does not exist.", fix=f"Check {flag} for a typing error.{hint}")
-    return _check_all(str(path), found, skip_bad)
+    return _check_all(str(path), found, skip_bad, captioned)
 
 
 def is_world(path: str | Path) -> bool:
@@ -297,13 +301,13 @@ def _scan_folder(folder: Path) -> Iterator[_Item]:
             yield _Item(_name(path, folder), path)
 
 
-def _read_list(file: Path) -> Iterator[_Item | BadItem]:
+def _read_list(file: Path, captioned: bool) -> Iterator[_Item | BadItem]:
     """Read a list file or a JSONL file line by line."""
     suffix = file.suffix.lower()
     if suffix in (*MEDIA_SUFFIXES, ".json"):
         what = "one JSON object, not one a line" if suffix == ".json" else "a single picture or clip"
         raise UsageError(f"{file} is {what}.", fix="Give a folder, a list (file TAB caption) or a .jsonl file.")
-    parse = _parse_json if suffix == ".jsonl" else _parse_tab
+    parse = partial(_parse_json if suffix == ".jsonl" else _parse_tab, captioned=captioned)
     try:
         lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
     except OSError as error:
@@ -320,32 +324,39 @@ def _parse_line(file: Path, label: str, line: bytes, parse: Callable[[str], tupl
         return BadItem(label, "is not UTF-8")
     except ValueError as error:
         return BadItem(label, str(error))
-    path = file.parent / Path(media).expanduser()
+    path = file.parent / expand_home(media)
     if path.suffix.lower() not in MEDIA_SUFFIXES:
         return BadItem(label, f"{media} does not end in one of {', '.join(MEDIA_SUFFIXES)}")
     return _Item(_name(path, file.parent), path, caption.strip())
 
 
-def _parse_tab(line: str) -> tuple[str, str]:
+def _parse_tab(line: str, captioned: bool) -> tuple[str, str]:
     media, tab, caption = line.partition("\t")
-    if not tab or not media.strip():
+    if (captioned and not tab) or not media.strip():
         raise ValueError("has no tab between file and caption")
     return media.strip(), caption
 
 
-def _parse_json(line: str) -> tuple[str, str]:
+def _parse_json(line: str, captioned: bool) -> tuple[str, str]:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from error
-    return _field(values, _FILE_FIELDS), _field(values, _CAPTION_FIELDS)
+    return _field(values, _FILE_FIELDS), _field(values, _CAPTION_FIELDS) if captioned else ""
 
 
 def _field(values: Any, names: Sequence[str]) -> str:
     found = next((values[name] for name in names if name in values), None) if isinstance(values, dict) else None
     if not isinstance(found, str):
         raise ValueError(f"has no text under '{names[0]}' (or {', '.join(names[1:])})")
+    if not _is_text(found):
+        raise ValueError(f"has half a character (a lone surrogate) under '{names[0]}'")
     return found
+
+
+def _is_text(value: str) -> bool:
+    """Say whether UTF-8 can hold this: file names of other encodings and escapes in JSON may be of halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _name(path: Path, folder: Path) -> str:
@@ -378,12 +389,12 @@ def _read_caption(item: _Item) -> str:
         ) from error
 
 
-def _check_all(place: str, found: Sequence[_Item | BadItem], skip_bad: bool) -> OpenedSource:
+def _check_all(place: str, found: Sequence[_Item | BadItem], skip_bad: bool, captioned: bool) -> OpenedSource:
     """Look at every item; the first of several that have one name counts."""
     seen: dict[str, Path] = {}
     good: list[_Item] = []
     bad: list[BadItem] = []
-    for item in _look_at(found):
+    for item in _look_at(found, captioned):
         if isinstance(item, _Item) and item.name in seen:
             item = BadItem(str(item.path), f"has the same name as {seen[item.name]}, so they would share a cache")
         if isinstance(item, BadItem):
@@ -396,10 +407,10 @@ def _check_all(place: str, found: Sequence[_Item | BadItem], skip_bad: bool) -> 
     return OpenedSource(FileSource(good), bad)
 
 
-def _look_at(found: Sequence[_Item | BadItem]) -> list[_Item | BadItem]:
+def _look_at(found: Sequence[_Item | BadItem], captioned: bool) -> list[_Item | BadItem]:
     # Opening a clip takes milliseconds, most of them outside of Python.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        looked = pool.map(_look_at_one, found)
+        looked = pool.map(partial(_look_at_one, captioned=captioned), found)
         if len(found) < 1000:
             return list(looked)
         results = []
@@ -410,13 +421,15 @@ def _look_at(found: Sequence[_Item | BadItem]) -> list[_Item | BadItem]:
         return results
 
 
-def _look_at_one(item: _Item | BadItem) -> _Item | BadItem:
+def _look_at_one(item: _Item | BadItem, captioned: bool) -> _Item | BadItem:
     if isinstance(item, BadItem):
         return item
+    if not _is_text(item.name):
+        return BadItem(str(item.path).encode(errors="backslashreplace").decode(), "has a name that is not UTF-8")
     if item.name == RESERVED_NAME or item.name.endswith(".latent") or item.name.startswith(f"{HELD_OUT_FOLDER}/"):
         return BadItem(str(item.path), "has a name that caches use for themselves")
     try:
-        if not _read_caption(item):
+        if captioned and not _read_caption(item):
             return BadItem(str(item.path), "has an empty caption")
         return _Item(item.name, item.path, item.caption, probe(item.path))
     except MediaError as error:

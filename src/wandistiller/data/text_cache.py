@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from wandistiller.data.cache_files import CacheFile, Requirement, fingerprint_weights, refuse_incomplete
+from wandistiller.data.cache_files import CacheFile, Requirement, cache_path, fingerprint_weights, refuse_incomplete
 from wandistiller.data.sources import RESERVED_NAME, Source
 from wandistiller.errors import CheckpointError
 from wandistiller.models.text import pad_embeddings
@@ -38,7 +38,7 @@ class TextCache:
 
     def file(self, name: str) -> CacheFile:
         """Return an item's file, whether or not it is there."""
-        return CacheFile(self.folder / f"{name}.safetensors", "embeddings")
+        return CacheFile(cache_path(self.folder, name, ".safetensors"), "embeddings")
 
     def problem(self, name: str, caption: str) -> str | None:
         """Say why an item has to be encoded; None if it is up to date."""

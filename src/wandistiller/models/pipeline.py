@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.errors import CheckpointError, UsageError, nearest
+from wandistiller.files import expand_home
 from wandistiller.models.box import box_pipeline_folder
 from wandistiller.models.channel_adapter import ADAPTER_NAME
 from wandistiller.models.sizes import SIZES
@@ -132,7 +133,7 @@ def find_pipeline(source: str, parts: Collection[str] = (), *, flag: str = "--mo
 
 def find_diffusers_pipeline(source: str, parts: Collection[str] = (), *, flag: str = "--model") -> Pipeline:
     """Locate a pipeline in diffusers' form, which trainings read and write; others raise ``UsageError``."""
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if source not in _NAMED and path.exists() and not (path / "model_index.json").is_file():
         raise UsageError(
             f"{source} is not a diffusers pipeline.",
@@ -146,7 +147,7 @@ def find_diffusers_pipeline(source: str, parts: Collection[str] = (), *, flag: s
 def _find_pipeline(source: str, parts: Collection[str], flag: str) -> Pipeline:
     if source in _NAMED:
         return _read_diffusers_folder(_NAMED[source](), source)
-    folder = Path(source).expanduser()
+    folder = expand_home(source)
     if folder.is_dir():
         if (folder / "model_index.json").is_file():
             return _read_diffusers_folder(folder, source)
@@ -169,7 +170,7 @@ def _find_pipeline(source: str, parts: Collection[str], flag: str) -> Pipeline:
 
 def find_part(source: str, part: str) -> Path:
     """Return where one model lies: ``source`` itself, or that part of the pipeline that it names."""
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if source in _NAMED or (path / "model_index.json").is_file() or (not path.exists() and _HUB_ID.fullmatch(source)):
         return find_pipeline(source, {part}).part(part)
     return path

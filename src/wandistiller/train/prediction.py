@@ -24,7 +24,7 @@ from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Drawing, Passes, Training, foreseen_placing
-from wandistiller.models.devices import DTYPES
+from wandistiller.models.devices import DTYPES, find_dtype
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.student_config import read_student_config
@@ -236,7 +236,7 @@ def _drawing(config: TransformerTrainingConfig, shapes: Shapes, student: Use) ->
 
 def encoding_phases(config: TransformerTrainingConfig, shapes: Shapes, hardware: Hardware) -> list[Phase]:
     """Return the phases in which captions and media are encoded, once for all."""
-    dtype = DTYPES[config.dtype] if config.dtype != "auto" else torch.bfloat16 if hardware.card else torch.float32
+    dtype = find_dtype(config.dtype, _foreseen_device(hardware))
     found = []
     encoder = shapes.text_encoder_model()
     if encoder is not None:
@@ -249,13 +249,18 @@ def encoding_phases(config: TransformerTrainingConfig, shapes: Shapes, hardware:
 def media_phase(config: TransformerTrainingConfig, shapes: Shapes, hardware: Hardware) -> Phase:
     """Return the phase in which the VAE encodes pictures and clips."""
     pixels = (3, *planned_pixels(config, shapes.vae))
-    media = Encoding(config=shapes.vae, pixel_shape=pixels, dtype=torch.float32, is_tiled=config.vae_tiling)
+    dtype = find_dtype(config.dtype if config.vae_dtype == "auto" else config.vae_dtype, _foreseen_device(hardware))
+    media = Encoding(config=shapes.vae, pixel_shape=pixels, dtype=dtype, is_tiled=config.vae_tiling)
     return media.phase(hardware)
 
 
 def foreseen_precision(config: TrainingConfig, hardware: Hardware, weights: torch.dtype = torch.float32) -> MixedPrecision:
     """Return what is computed in 16 bits on such hardware."""
-    return choose_precision(config, torch.device("cpu" if hardware.card is None else "cuda"), weights)
+    return choose_precision(config, _foreseen_device(hardware), weights)
+
+
+def _foreseen_device(hardware: Hardware) -> torch.device:
+    return torch.device("cpu" if hardware.card is None else "cuda")
 
 
 def _teacher_dtype(config: DistillConfig, hardware: Hardware) -> torch.dtype:

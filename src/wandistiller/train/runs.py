@@ -45,7 +45,8 @@ from wandistiller.train.optimisation import MixedPrecision, OptimiserOptions, Op
 
 def prepare_device(config: TrainingConfig) -> torch.device:
     """Find the device of this process and check that a run of this configuration can be; nothing is loaded."""
-    check_can_write(config.output_dir / "x")
+    for target in config.targets:
+        check_can_write(target)
     ranks = read_ranks()
     if ranks.world_size == ranks.ranks_here:  # several machines have to ask each other first whether this is a restart
         restarted = job_start() if num_restarts() else None

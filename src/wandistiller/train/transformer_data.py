@@ -44,6 +44,7 @@ def prepare_data(
         max_aspect=config.max_aspect,
         device=str(device),
         dtype=config.dtype,
+        vae_dtype=config.vae_dtype,
         vae_tiling=config.vae_tiling,
         skip_bad=config.skip_bad,
     )

@@ -131,7 +131,7 @@ def _check_sizes(config: TrainVaeConfig, buckets: Collection[Bucket], multiple: 
 
 
 def _open(config: TrainVaeConfig, path: str, flag: str, buckets: Sequence[Bucket], *, mirror: bool = False) -> PixelSamples:
-    opened = open_source(path, skip_bad=config.skip_bad, flag=flag)
+    opened = open_source(path, skip_bad=config.skip_bad, flag=flag, captioned=False)
     assigned = assign_buckets(opened.source, list(buckets))
     if assigned.bad and (not config.skip_bad or len(assigned.bad) == len(opened.source)):
         raise refuse(path, len(opened.source), assigned.bad)

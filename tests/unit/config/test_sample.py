@@ -19,7 +19,7 @@ GOOD = {"model": "tiny", "prompt": ("x",)}
         ({**GOOD, "batch_size": -1}, "--batch-size -1"),
         ({**GOOD, "frames": 0}, "--frames 0"),
         ({**GOOD, "sigma_shift": 0.0}, "not between 0 and 1000"),
-        ({**GOOD, "sigma_shift": float("nan")}, "not between 0 and 1000"),
+        ({**GOOD, "sigma_shift": float("nan")}, "not a finite number"),
         ({**GOOD, "cfg_scale": float("inf")}, "not a finite number"),
         ({**GOOD, "uncond": Path("u")}, "--uncond goes with --cond"),
         ({"model": "", "prompt": ("x",)}, "nothing to sample from"),

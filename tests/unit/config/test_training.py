@@ -1,9 +1,20 @@
+import dataclasses
+import itertools
+import math
+import typing
+from pathlib import Path
+
 import pytest
 
+from wandistiller.config.distill import DistillConfig
+from wandistiller.config.encode import EncodeConfig
+from wandistiller.config.report import ReportConfig
+from wandistiller.config.sample import SampleConfig
 from wandistiller.config.toml_file import read_config, write_config
 from wandistiller.config.train import TrainConfig
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.errors import UsageError
+from wandistiller.flow.sigma import SigmaDistribution
 
 DATA = {"model": "tiny", "dataset_path": "world"}
 
@@ -17,6 +28,9 @@ DATA = {"model": "tiny", "dataset_path": "world"}
         ({"sigma_shift": -1.0}, "--sigma-shift -1.0 is not between"),
         ({"lora_rank": 4, "lora_alpha": 0}, "--lora-alpha 0 is out of range"),
         ({"lora_alpha": 8}, "--lora-alpha changes nothing without --lora-rank"),
+        ({"lora_rank": 8, "lora_targets": ()}, "--lora-targets names no layers"),
+        ({"sigma_std": 250.0}, "--sigma-std 250.0 is not between 0.001 and 10"),
+        ({"sigma_mean": 1e9}, "--sigma-mean 1000000000.0 is not between -20 and 20"),
         ({"lora_targets": ("to_q",)}, "--lora-targets changes nothing without --lora-rank"),
         ({"rounding": "stochastic"}, "--rounding changes nothing without --weights-dtype bfloat16"),
         (
@@ -60,6 +74,43 @@ def test_what_does_not_go_together_in_train(fields, message):
 def test_what_does_not_go_together_in_train_vae(fields, message):
     with pytest.raises(UsageError, match=message):
         TrainVaeConfig(**DATA, **fields).check()
+
+
+WHOLE = (
+    TrainConfig(**DATA),
+    TrainVaeConfig(**DATA),
+    DistillConfig(teacher_path="tiny", data_path="world"),
+    EncodeConfig(**DATA),
+    SampleConfig(model="tiny", prompt=("a",)),
+    ReportConfig(run=Path("runs")),
+)
+
+
+@pytest.mark.parametrize("config", WHOLE, ids=lambda config: type(config).__name__)
+def test_no_command_takes_numbers_that_are_not_finite(config):
+    config.check()
+    hints = typing.get_type_hints(type(config))
+    names = [name for name, hint in hints.items() if hint is float or float in typing.get_args(hint)]
+    assert names
+    for name, value in itertools.product(names, (math.nan, math.inf, -math.inf)):
+        with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} {value} is not a finite number"):
+            dataclasses.replace(config, **{name: value}).check()
+
+
+@pytest.mark.parametrize("config", WHOLE, ids=lambda config: type(config).__name__)
+@pytest.mark.parametrize("seed", [-1, 10**23])
+def test_no_command_takes_a_seed_that_is_none(config, seed):
+    if hasattr(config, "seed"):
+        with pytest.raises(UsageError, match=f"--seed {seed} is out of range"):
+            dataclasses.replace(config, seed=seed).check()
+
+
+@pytest.mark.parametrize(("mean", "std"), [(-20.0, 10.0), (20.0, 10.0), (20.0, 0.001), (-20.0, 0.001)])
+def test_every_sigma_that_may_be_asked_for_can_be_drawn(mean, std):
+    TrainConfig(**DATA, sigma_mean=mean, sigma_std=std).check()
+    sigmas = SigmaDistribution(shape="logit_normal", mean=mean, std=std)
+    for u in (0.0, math.ulp(0.0), 1e-16, 0.5, 1 - 2**-53, 1.0):
+        assert 0 <= sigmas.quantile(u) <= 1
 
 
 @pytest.mark.parametrize("config", [TrainConfig(**DATA), TrainVaeConfig(**DATA)])

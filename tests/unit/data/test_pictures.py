@@ -4,6 +4,7 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from wandistiller.data.buckets import Bucket, MediaSize
 from wandistiller.data.pictures import fit, probe, read_media
@@ -94,6 +95,28 @@ def test_exif_orientation(tmp_path, orientation, expected):
     assert corners(read_media(tmp_path / "x.jpg", Bucket(1, size.height, size.width))[0]) == expected
 
 
+def test_a_png_that_tells_at_its_end_how_it_is_turned(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(QUARTERS).save(tmp_path / "x.png", exif=exif)
+    content = (tmp_path / "x.png").read_bytes()
+    start = content.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(content[start : start + 4])
+    (tmp_path / "x.png").write_bytes(content[:start] + content[end:-12] + content[start:end] + content[-12:])
+    assert probe(tmp_path / "x.png") == MediaSize(48, 64, 1, 0.0)
+    assert corners(read_media(tmp_path / "x.png", Bucket(1, 64, 48))[0]) == "brwg"
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_orientation_in_xmp(tmp_path, suffix):
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", xmp.decode())
+    Image.fromarray(QUARTERS).save(tmp_path / f"x.{suffix}", **({"pnginfo": info} if suffix == "png" else {"xmp": xmp}))
+    assert probe(tmp_path / f"x.{suffix}") == MediaSize(48, 64, 1, 0.0)
+    assert corners(read_media(tmp_path / f"x.{suffix}", Bucket(1, 64, 48))[0]) == "brwg"
+
+
 def test_what_is_transparent_is_white(tmp_path):
     pixels = np.concatenate([QUARTERS, np.full((48, 64, 1), 255, dtype=np.uint8)], axis=2)
     pixels[:24, :, 3] = 0
@@ -164,6 +187,28 @@ def test_a_clip_that_ends_early(tmp_path):
     write(tmp_path / "x.mp4", count=6)
     with pytest.raises(MediaError, match="only 6 frames of 9"):
         read_media(tmp_path / "x.mp4", Bucket(9, 48, 64))
+
+
+def cut(path, start, first, last):
+    """Copy packets as ``ffmpeg -ss FIRST -c copy`` does: from the key frame before, with times below 0 for what is not seen."""
+    with av.open(str(start)) as whole, av.open(str(path), "w") as container:
+        stream = container.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(video=0):
+            if packet.size and packet.pts < last * packet.duration:
+                packet.pts, packet.dts = packet.pts - first * packet.duration, packet.dts - first * packet.duration
+                packet.stream = stream
+                container.mux(packet)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mov"])
+def test_of_a_cut_clip_what_is_seen_counts(tmp_path, suffix):
+    write(tmp_path / f"whole.{suffix}", count=20)
+    path = tmp_path / f"x.{suffix}"
+    cut(path, tmp_path / f"whole.{suffix}", 6, 14)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].frames == 14
+    assert probe(path).frames == 8
+    assert read_media(path, Bucket(8, 48, 64)).shape == (8, 48, 64, 3)
 
 
 def test_a_clip_without_pictures(tmp_path):

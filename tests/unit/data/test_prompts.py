@@ -20,7 +20,8 @@ def write(folder, content):
 
 
 def expected_of(content):
-    return [line.strip(" \t\r\n\v\f") for line in content.removeprefix("\ufeff").split("\n") if line.strip(" \t\r\n\v\f")]
+    """What is blank is whatever Unicode calls so; around a prompt only ASCII's white space is taken away."""
+    return [line.strip(" \t\r\n\v\f") for line in content.removeprefix("\ufeff").split("\n") if line.strip()]
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ def expected_of(content):
         "\ufeffone\ntwo",
         "\ufeff\n\n  \t\none\n",
         "\n\n\none\n\n \n\n  two\x0bhalf\n",
+        "\u00a0\none\n\u3000\u3000\r\n \u2003\t\n\u3000 \n\u00a0two\n\u3002\n\u00a7\n\u205f\n“three”\n\u1680\u0085",
         "ein Bär\n一只红色的气球\n\u3000全角\n🎈 a\u2028b\n",
     ],
 )
@@ -43,7 +45,7 @@ def test_lines_of_every_make(tmp_path, content):
         prompts.prompt(len(prompts))
     with pytest.raises(IndexError):
         prompts.prompt(-1)
-    number = 1 + next(n for n, line in enumerate(content.split("\n")) if line.strip("\ufeff \t\r\n"))
+    number = 1 + next(n for n, line in enumerate(content.removeprefix("\ufeff").split("\n")) if line.strip())
     assert prompts.name(0) == f"prompts.txt, line {number}"
 
 
@@ -51,7 +53,7 @@ def test_lines_of_every_make(tmp_path, content):
 def test_lines_are_found_wherever_a_chunk_ends(tmp_path, monkeypatch, chunk_bytes):
     monkeypatch.setattr(line_index, "_CHUNK_BYTES", chunk_bytes)
     draw = random.Random(0)
-    kinds = ["", " ", "\r", "\t \r", "a", "ä prompt", "  气球\r", "x" * 90]
+    kinds = ["", " ", "\r", "\t \r", "\u3000", "\u00a0\r", "a", "ä prompt", "  气球\r", "x" * 90]
     lines = [draw.choice(kinds) for _ in range(3000)]
     content = "\ufeff" + "\n".join([*lines, "last"])
     prompts = PromptFile(write(tmp_path, content))
@@ -105,6 +107,7 @@ def test_a_small_file_leaves_nothing_beside_it(tmp_path):
         (b"", "is empty"),
         (b"\n \r\n\t\n", "has only blank lines"),
         (b"\xef\xbb\xbf", "has only blank lines"),
+        ("\u00a0\n\u3000".encode(), "has only blank lines"),
         (b"one\n\ntw\xf6\n", "line 3 is not UTF-8"),
         ("one\ntwo\n".encode("utf-16"), "is UTF-16"),
         (b"one\ntwo\x00\x01\n", "is not a text file"),

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,18 @@ def test_a_folder_without_any_caption(tmp_path):
     assert "a.txt" in caught.value.why
 
 
+def test_captions_may_be_left_away_where_nobody_reads_them(tmp_path):
+    add_picture(tmp_path / "a.png")
+    add_picture(tmp_path / "b.png", " ")
+    add_picture(tmp_path / "c.png", "")
+    (tmp_path / "c.txt").write_bytes(b"\xff")
+    (tmp_path / "list.tsv").write_text("a.png\nb.png\t\nc.png\ta caption\n")
+    (tmp_path / "list.jsonl").write_text('{"file": "a.png"}\n{"file": "b.png", "caption": 3}\n{"image": "c.png", "text": ""}\n')
+    for place in (tmp_path, tmp_path / "list.tsv", tmp_path / "list.jsonl"):
+        opened = open_source(place, captioned=False)
+        assert [opened.source.name(index) for index in range(len(opened.source))] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(
     ("name", "line", "reason"),
     [
@@ -157,6 +170,10 @@ def test_a_folder_without_any_caption(tmp_path):
         ("x.jsonl", b"[]", "has no text under 'file'"),
         ("x.jsonl", b'{"file": "a.png"}', "has no text under 'caption'"),
         ("x.jsonl", b'{"file": "a.png", "caption": 3}', "has no text under 'caption'"),
+        ("x.tsv", b"~no-such-user/a.png\tx", "does not exist"),
+        pytest.param("x.jsonl", b"[" * 100_000, "is not JSON", id="nested"),
+        ("x.jsonl", b'{"file": "a.png", "caption": "half \\ud800"}', "half a character (a lone surrogate) under 'caption'"),
+        ("x.jsonl", b'{"file": "\\ud800.png", "caption": "x"}', "half a character (a lone surrogate) under 'file'"),
         ("x.jsonl", b'{"file": ".empty.png", "caption": "x"}', "name that caches use"),
         ("x.jsonl", b'{"file": ".held_out/a.png", "caption": "x"}', "name that caches use"),
     ],
@@ -172,6 +189,24 @@ def test_lines_of_lists_that_are_wrong(tmp_path, name, line, reason):
     assert reason in caught.value.why
     assert "line 2" in caught.value.why or ".png" in caught.value.why
     assert contents(open_source(tmp_path / name, skip_bad=True).source) == {"b": "x"}
+
+
+def test_a_listed_file_may_begin_with_a_tilde(tmp_path):
+    add_picture(tmp_path / "~k.png")
+    (tmp_path / "x.tsv").write_text("~k.png\thello\n")
+    assert contents(open_source(tmp_path / "x.tsv").source) == {"~k": "hello"}
+    with pytest.raises(UsageError, match="~no-such-user/data does not exist"):
+        open_source("~no-such-user/data")
+
+
+def test_a_name_that_is_not_utf8_is_named(tmp_path):
+    add_picture(tmp_path / "b.png", "x")
+    try:
+        shutil.copy(tmp_path / "b.png", os.fsencode(tmp_path) + b"/caf\xe9.png")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    (bad,) = open_source(tmp_path, skip_bad=True).bad
+    assert str(bad).endswith(r"caf\udce9.png: has a name that is not UTF-8")
 
 
 def test_a_file_listed_twice(tmp_path):

@@ -8,7 +8,7 @@ from wandistiller.config.distill import DistillConfig
 from wandistiller.memory.hardware import described
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import find_size
-from wandistiller.train.prediction import distill_phase, distill_work
+from wandistiller.train.prediction import distill_phase, distill_work, media_phase
 from wandistiller.units import Bytes
 
 LIVE = DistillConfig(teacher_path="x", dataset_path="y", width=64, height=64, frames=(1,), batch_size=2, rollout_batch=5)
@@ -31,3 +31,11 @@ def test_a_teacher_counts_where_it_is_asked(changes, is_beside, is_in_every_step
         assert both.peak > alone.peak and both.seconds > alone.seconds
     assert found.peak == both.peak
     assert found.seconds == (both if is_in_every_step else alone).seconds
+
+
+def test_media_are_foreseen_in_the_precision_that_they_are_encoded_in():
+    size = find_size("tiny")
+    shapes, hardware = Shapes.of(size.vae, size.transformer), described(card="rtx4090", host_memory=Bytes(2**36))
+    names = ("float32", "bfloat16", "auto")
+    full, half, follows = (media_phase(replace(LIVE, vae_dtype=name), shapes, hardware).peak for name in names)
+    assert half == follows < full

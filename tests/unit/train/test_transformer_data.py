@@ -7,7 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.train import TrainConfig
+from wandistiller.data.encode import fill_caches, run_encode
 from wandistiller.data.encoded import encode_data
 from wandistiller.errors import UsageError
 from wandistiller.models.vae_tiles import encode_tiled
@@ -41,6 +43,19 @@ def test_a_package_that_is_missing_is_noticed_before_anything_is_loaded(monkeypa
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     with pytest.raises(UsageError, match="needs bitsandbytes"):
         check_optimiser("adamw8bit")
+
+
+@pytest.mark.parametrize("vae_dtype", ["bfloat16", "auto"])
+def test_latents_of_another_precision_are_used_where_that_is_asked_for(tmp_path, vae_dtype):
+    add_picture(tmp_path / "train" / "a.png", 20)
+    size = {"width": 32, "height": 32, "frames": (1,)}
+    data = {"dataset_path": str(tmp_path / "train"), "cache_dir": tmp_path / "cache"}
+    run_encode(EncodeConfig(model="tiny-random", vae_dtype="bfloat16", device="cpu", **data, **size))
+    config = TrainConfig(vae_dtype=vae_dtype, **size)
+    job = prepare_data(config, "tiny-random", data["dataset_path"], data["cache_dir"], CPU)
+    assert fill_caches(job).num_latents == 0
+    job = prepare_data(TrainConfig(**size), "tiny-random", data["dataset_path"], data["cache_dir"], CPU)
+    assert fill_caches(job).num_latents == 1
 
 
 def test_data_are_encoded_in_tiles_where_that_is_asked_for(tmp_path, monkeypatch):
