@@ -5,12 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from wandistiller.errors import OutputError, UsageError
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
 
 _ADVICE = {
     errno.ENOSPC: "Free some disk space or choose another place for it.",
@@ -90,6 +96,50 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing to a folder that this one makes or goes on with, as far as its file system can.
+
+    The lock is the system's and ends with the process, however that ends; processes that this one starts do not have it.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = _lock(folder / ".lock")
+    try:
+        yield
+    finally:
+        if file is not None:
+            (folder / ".lock").unlink(missing_ok=True)
+            os.close(file)
+        if is_new:
+            with suppress(OSError):  # there is something in it, as there should be
+                folder.rmdir()
+
+
+def _lock(path: Path) -> int | None:
+    """Return the open file whose lock this process has; None where there are no locks."""
+    if fcntl is None:
+        return None
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(file, 200).decode(errors="replace")
+            os.close(file)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return None
+            raise UsageError(
+                f"{path.parent} is being written to by {holder or 'another process'}.",
+                why="two trainings in one folder would destroy each other's states.",
+                fix="Wait for it to end, or give another --output-dir.",
+            ) from error
+        if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            return file
+        os.close(file)  # the one that had it has just ended, and removed it
 
 
 def check_can_write(target: Path) -> None:

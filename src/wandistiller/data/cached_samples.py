@@ -91,8 +91,8 @@ class CachedSamples(SourceSamples):
         return channels, frames, height, width
 
     def text(self, index: int) -> Tensor:
-        """Return a caption's embeddings (512, width), or fewer without their padding."""
-        return self._remembered("text", index, lambda: self._read_text(self.name(index), self.caption(index)))
+        """Return a caption's embeddings (512, width), or fewer without their padding; whoever edits it now changes nothing."""
+        return self._remembered("text", index, lambda: self._read_text(self.name(index)))
 
     def fingerprint(self, index: int) -> str:
         """Return another string for other media, another caption, or other encoders; only headers are read for it."""
@@ -112,7 +112,7 @@ class CachedSamples(SourceSamples):
             "noise": torch.randn(latents.shape, generator=generator),
         }
 
-    def _read_text(self, name: str, caption: str) -> Tensor:
+    def _read_text(self, name: str, caption: str | None = None) -> Tensor:
         text = self._texts.read(name, self._text_width, caption)
         return trim_padding(text).contiguous() if self.trims_text else text
 

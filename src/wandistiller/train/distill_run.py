@@ -47,7 +47,7 @@ from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import distill_phase, distill_work, planned_pixels
 from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies, going_on
-from wandistiller.train.runs import Run, exit_code, saved_facts
+from wandistiller.train.runs import Run, exit_code, own_folder, saved_facts
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
 from wandistiller.train.teacher import Teaches
@@ -86,6 +86,7 @@ def run_distill(config: DistillConfig) -> Distilled:
     job = _settle(prepare_distillation(config))
     needs_group = job.parallel.is_sharded or config.strategy == "sharded"
     with joined(job.device, config.rank_timeout, needs_group=needs_group) as ranks, ExitStack() as ends:
+        ends.enter_context(own_folder(config, ranks))
         return _run(job, ranks, ends)
 
 

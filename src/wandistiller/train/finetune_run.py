@@ -55,7 +55,7 @@ from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies, going_on
-from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
+from wandistiller.train.runs import Run, choose_precision, exit_code, own_folder, prepare_device, prepare_parallel
 from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
 from wandistiller.train.studio import Studio
 from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data, prepare_held_out
@@ -111,6 +111,7 @@ def run_train(config: TrainConfig) -> Trained:
     """Do the whole job."""
     job = _settle(_prepare(config))
     with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks, ExitStack() as ends:
+        ends.enter_context(own_folder(config, ranks))
         return _run(job, ranks, ends)
 
 

@@ -223,7 +223,8 @@ class Loop:
         if self._saves is not None:
             doing.note(f"after step {self.step}, saving")
             self._finish_saving()
-            self._saves.save(self._state(self.ranks.gather(random_states(self.device))), beside=goes_on)
+            everyone = self.ranks.gather((random_states(self.device), self._since_metrics()))
+            self._saves.save(self._state([each[0] for each in everyone], [each[1] for each in everyone]), beside=goes_on)
 
     def _finish_saving(self) -> str | None:
         """Return where the last state is, once it is complete."""
@@ -257,6 +258,11 @@ class Loop:
             isinstance(each, KeepAverage) for each in self._callbacks
         ):
             self._say("The state has a moving average, which this run goes on without, as --use-ema was not given")
+        # Of all ranks together they are the same, whichever has them.
+        for sums in state.facts.get("sums", ()) if self.ranks.is_first else ():
+            for name, (value, weight) in sums.items():
+                self._sums[name] = self._sums.get(name, 0.0) + torch.tensor(value, device=self.device)
+                self._counts[name] = self._counts.get(name, 0) + weight
         generators = state.facts["generators"]
         # The random numbers last, because loading may draw some. With another number of ranks each takes one that is there.
         set_random_states(generators[self.ranks.rank % len(generators)], self.device)
@@ -271,11 +277,16 @@ class Loop:
         found = (each.state().get(key) for each in self._callbacks if type(each).__name__ == owner)
         return next(found, None)
 
-    def _state(self, generators: list[Any]) -> TrainingState:
+    def _since_metrics(self) -> dict[str, tuple[float, int]]:
+        """Return the sums that the next metrics are made of, and of how many samples each is."""
+        return {name: (float(value), self._counts[name]) for name, value in self._sums.items()}
+
+    def _state(self, generators: list[Any], sums: list[dict[str, tuple[float, int]]]) -> TrainingState:
         tensors: dict[str, Tensor] = {}
         place = self._places.describe(self.position)
         facts: dict[str, Any] = {"position": self.position, "place": place, "generators": generators, "optimisers": {}}
         facts["data"] = dict(self.options.data)
+        facts["sums"] = sums
         # Optimisers first: one that works on the host may still be updating weights.
         for name, optimisation in self.optimisations.items():
             own, facts["optimisers"][name] = optimisation.state()

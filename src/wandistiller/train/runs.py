@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from wandistiller.distributed.failures import is_rank, job_start, num_restarts
 from wandistiller.distributed.parallel import Parallel, choose_parallel
 from wandistiller.distributed.ranks import Ranks, rank_device, read_ranks
 from wandistiller.errors import UsageError
-from wandistiller.files import check_can_write
+from wandistiller.files import check_can_write, only_writer
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.forecast import forecast
 from wandistiller.memory.hardware import Hardware
@@ -213,6 +214,8 @@ def find_state(resume: str | None, states: TrainingStates, restarted: float | No
     an old one.
     """
     newest = states.newest()
+    if newest is None:
+        _refuse_to_replace(states.folder.parent)
     if newest is not None and restarted is not None and written_at(newest) >= restarted:
         return newest
     if resume is None:
@@ -234,6 +237,22 @@ def find_state(resume: str | None, states: TrainingStates, restarted: float | No
             fix="Give another --output-dir, or move the states that are there away; --resume auto goes on from those.",
         )
     return path
+
+
+def _refuse_to_replace(folder: Path) -> None:
+    """Raise ``UsageError`` for a folder with a result whose states are gone: a new run would put its own in its place."""
+    found = next((folder / name for name in ("model", "lora", "vae") if (folder / name).exists()), None)
+    if found is not None:
+        raise UsageError(
+            f"{found} stands there already.",
+            why="the result of this training would replace it, and there is no state to go on from.",
+            fix="Give another --output-dir, or move it away.",
+        )
+
+
+def own_folder(config: TrainingConfig, ranks: Ranks) -> AbstractContextManager[None]:
+    """Keep other trainings out of the folder that the first rank writes to."""
+    return only_writer(config.output_dir) if ranks.is_first else nullcontext()
 
 
 def saved_facts(config: TrainingConfig, ranks: Ranks) -> TrainingState | None:

@@ -43,7 +43,7 @@ from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights, reduced_shapes
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
 from wandistiller.train.remedies import going_on
-from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
+from wandistiller.train.runs import Run, choose_precision, exit_code, own_folder, prepare_device, prepare_parallel
 from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.train.vae_quality import MeasureReconstructions
 from wandistiller.units import Bytes
@@ -78,7 +78,7 @@ def run_train_vae(config: TrainVaeConfig) -> TrainedVae:
     """Do the whole job."""
     job = _prepare(config)
     monitor = Monitor([job.device], going_on(config.output_dir, lambda failure: _find_remedies(job, failure)))
-    with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks:
+    with joined(job.device, config.rank_timeout, needs_group=job.parallel.is_sharded) as ranks, own_folder(config, ranks):
         _leave_out_damaged(job, ranks)
         return _train(job, ranks, monitor)
 
