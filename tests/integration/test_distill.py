@@ -194,6 +194,17 @@ def test_trajectories_are_asked_about_where_sampling_asks(tmp_path, two_layers):
     assert sorted(set(shard["sigma"].tolist()), reverse=True) == pytest.approx(expected)
 
 
+def test_a_solver_that_was_asked_for_draws_the_trajectories(tmp_path, tiny_folder, two_layers):
+    """Also of a teacher whose own is none of ours."""
+    odd = {"scheduler/scheduler_config.json": {"_class_name": "DPMSolverMultistepScheduler"}}
+    teacher, run = wrong_teacher(odd, tiny_folder, tmp_path / "teacher"), tmp_path / "run"
+    both = {**QUICK, **PROMPTS, "teacher_path": str(teacher), "student_config": two_layers, "solver": "euler"}
+    distill(**both, output_dir=run, num_steps=1, sample_every=1, sample_steps=1)
+    shard = load_file(next((run / "cache" / "teacher").glob("*/shard-*")))
+    expected = SOLVERS["euler"].schedule(PROMPTS["rollout_steps"], 3.0).sigmas[:-1]
+    assert sorted(set(shard["sigma"].tolist()), reverse=True) == pytest.approx(expected)
+
+
 def test_the_result_is_the_average(tmp_path, two_layers):
     """After the first step of a run the average is 9/11 of the way from the start: its decay begins at 2/11."""
     both = {**QUICK, **DATASET, "student_config": two_layers, "num_steps": 1}
@@ -423,6 +434,12 @@ BAD = {
     "a single file": ({"teacher": "transformer/diffusion_pytorch_model.safetensors"}, "Point --teacher-path to"),
     "no transformer": ({"teacher": "without transformer"}, "has no transformer"),
     "no tokenizer": ({"teacher": "without tokenizer"}, "Point --teacher-path to a complete pipeline"),
+    "another solver": (
+        {"teacher": {"scheduler/scheduler_config.json": {"_class_name": "DPMSolverMultistepScheduler"}}},
+        "with --solver, such as unipc",
+    ),
+    "other sigmas": ({"teacher": {"scheduler/scheduler_config.json": {"use_karras_sigmas": True}}}, "--solver unipc"),
+    "a solver for nothing": ({"data_path": None, **DATASET, "solver": "euler"}, "--solver changes nothing"),
     "held-out data that are not there": ({"held_out": "nowhere"}, "Check --held-out"),
     "no prompts": ({"data_path": "missing.txt"}, "missing.txt"),
     "a student that does not divide": ({"student": {"hidden_size": 50, "num_heads": 3}}, "hidden_size"),
@@ -479,10 +496,15 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path, tiny_folder, mon
 
 
 def wrong_teacher(kind, tiny_folder, folder):
-    """Return a pipeline with something wrong, or a piece of one."""
-    if (tiny_folder / kind).exists():
+    """Return a pipeline with something wrong (values of its JSON files, for a mapping), or a piece of one."""
+    if isinstance(kind, str) and (tiny_folder / kind).exists():
         return tiny_folder / kind
     shutil.copytree(tiny_folder, folder)
+    if isinstance(kind, dict):
+        for name, values in kind.items():
+            content = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({**content, **values}))
+        return folder
     if kind.startswith("without "):
         shutil.rmtree(folder / kind.removeprefix("without "))
     elif kind == "vace":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+SolverName = Literal["auto", "euler", "unipc"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,10 @@ class Pipeline:
                 )
         return solver
 
+    def choose_solver(self, asked: str) -> str:
+        """Return the solver that was asked for, or for 'auto' the pipeline's own, which has to be one of ours."""
+        return self.solver if asked == "auto" else asked
+
     def vae_factors(self) -> tuple[int, int] | None:
         """Return how much the VAE compresses in space and time, from its configuration alone; None where it has none."""
         config = self.parts.get("vae", Path()) / "config.json"

@@ -164,7 +164,7 @@ def prepare(config: SampleConfig) -> Job:
     adapter = _find_adapter(pipeline, first["out_channels"])
     _check_channels(vae, adapter.teacher_channels if adapter is not None else first["out_channels"])
     geometry = _find_geometry(config, usual, vae, pipeline, first)
-    solver = config.solver if config.solver != "auto" else (pipeline.solver if pipeline else "unipc")
+    solver = pipeline.choose_solver(config.solver) if pipeline else "unipc" if config.solver == "auto" else config.solver
     shift = config.sigma_shift or (pipeline.shift if pipeline else None) or usual.shift
     prompts = _read_prompts(config, first["text_dim"])
     check_prompts(config, len(prompts), ranks)

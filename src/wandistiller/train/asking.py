@@ -132,7 +132,7 @@ class Asking:
             "seed": config.seed,
         }
         if self._is_rollout:
-            return {**found, "way": f"{job.pipeline.solver}, {config.rollout_steps} steps", "shift": job.shift}
+            return {**found, "way": f"{job.solver}, {config.rollout_steps} steps", "shift": job.shift}
         return {**found, "way": "draws", "sigma": asdict(job.sigma)}
 
     @cached_property
@@ -170,7 +170,7 @@ class Asking:
             text.to(job.device),
             shard.items,
             self._questions.latent_shape,
-            solver=job.pipeline.solver,
+            solver=job.solver,
             num_steps=config.rollout_steps,
             shift=job.shift,
             scale=config.guidance_scale,

@@ -60,6 +60,10 @@ class DistillJob:
         return self.config.sigma_shift or self.pipeline.shift or 1.0
 
     @property
+    def solver(self) -> str:
+        return self.pipeline.choose_solver(self.config.solver)
+
+    @property
     def has_adapter(self) -> bool:
         """Whether the student's latents have other channels than the teacher's."""
         return bool(self.plan.config["in_channels"] != self.teacher_config["in_channels"])
@@ -84,6 +88,8 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     factors = {"spatial_factor": vae.config["scale_factor_spatial"], "temporal_factor": vae.config["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, teachers[0].config, **factors)
     config = with_sizes(config, plan)
+    if config.uses_solver:
+        pipeline.choose_solver(config.solver)
     shift = config.sigma_shift or pipeline.shift or 1.0
     job = DistillJob(
         config=config,

@@ -141,6 +141,8 @@ def _prepare(config: TrainConfig) -> _Job:
     check_text_to_video(transformer.config, "trained")
     if config.lora_rank:
         check_targets(build_empty(TRANSFORMER, transformer.config), config.lora_targets)
+    if config.uses_solver:
+        pipeline.choose_solver(config.solver)
     shift = config.sigma_shift or pipeline.shift or 1.0
     sigma = SigmaDistribution(
         shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift, low=low, high=high

@@ -130,7 +130,7 @@ class Studio:
             latent_shape=shape,
             num_steps=self.config.sample_steps,
             shift=self.shift,
-            solver=self.pipeline.solver,
+            solver=self.pipeline.choose_solver(self.config.solver),
             cfg_scale=self.config.cfg_scale,
             seed=self.config.seed,
             dtype=self.dtype,
