@@ -13,7 +13,7 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from wandistiller.api import distill, sample
+from wandistiller.api import distill, sample, train
 from wandistiller.cli.main import main
 from wandistiller.config.distill import StrategyName
 from wandistiller.errors import UsageError, WanDistillerError
@@ -403,6 +403,61 @@ def test_a_teacher_of_two_experts(tmp_path, two_layers, two_expert_folder, monke
         index = json.loads((tmp_path / name / "model" / "model_index.json").read_text())
         assert index["transformer_2"] == [None, None] and not (tmp_path / name / "model" / "transformer_2").exists()
         WanPipeline.from_pretrained(tmp_path / name / "model")
+
+
+@pytest.fixture(scope="module")
+def other_experts(two_expert_folder, tmp_path_factory):
+    """A second expert of another shape, by the name of what is other about it."""
+    config = inspect_checkpoint(two_expert_folder / "transformer", TRANSFORMER).config
+    found = {}
+    for name, value in (("text_dim", 16), ("in_channels", 4), ("num_layers", 1)):
+        found[name] = tmp_path_factory.mktemp("expert") / name
+        WanTransformer3DModel(**{**config, name: value}).save_pretrained(found[name])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("text_dim", "text_dim is 32 in one and 16 in the other"),
+        ("in_channels", "in_channels is 8 in one and 4 in the other"),
+        ("0.5", "boundary_ratio in its model_index.json is '0.5'"),
+        (1.5, "boundary_ratio in its model_index.json is 1.5"),
+        (0.0, "boundary_ratio in its model_index.json is 0.0"),
+        (None, "does not say at which sigma"),
+    ],
+)
+def test_experts_that_cannot_take_over_are_refused_by_all(
+    tmp_path, two_expert_folder, other_experts, monkeypatch, changed, words
+):
+    folder = tmp_path / "pipeline"
+    shutil.copytree(two_expert_folder, folder)
+    if changed in other_experts:
+        shutil.copytree(other_experts[changed], folder / "transformer_2", dirs_exist_ok=True)
+    else:
+        index = json.loads((folder / "model_index.json").read_text())
+        (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": changed}))
+    monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("wandistiller.models.text.load_whole", lambda *a, **k: pytest.fail("the text encoder was read"))
+    for run in (
+        lambda: distill(**{**QUICK, **PROMPTS, "teacher_path": str(folder)}, output_dir=tmp_path / "run", num_steps=1),
+        lambda: train(model=str(folder), **DATASET, **SIZE, expert="high", output_dir=tmp_path / "run", num_steps=1),
+        lambda: sample(model=str(folder), prompt="x", width=32, height=32, output=tmp_path / "x.png"),
+    ):
+        with pytest.raises(WanDistillerError) as caught:
+            run()
+        assert caught.value.exit_code == 2 and words in str(caught.value)
+
+
+def test_experts_need_not_be_of_one_depth(tmp_path, two_expert_folder, other_experts):
+    folder = tmp_path / "pipeline"
+    shutil.copytree(two_expert_folder, folder)
+    shutil.copytree(other_experts["num_layers"], folder / "transformer_2", dirs_exist_ok=True)
+    both = {**QUICK, "teacher_path": str(folder), "num_steps": 1, "output_dir": tmp_path / "run"}
+    with pytest.raises(UsageError, match="experts of one depth and width"):
+        distill(**both, **DATASET, feature_weight=1.0)
+    distill(**both, **PROMPTS)
+    assert sample(model=str(folder), prompt="x", width=32, height=32, steps=3, output=tmp_path / "x.png")[0].files[0].exists()
 
 
 def test_noise_is_a_named_baseline_that_says_so(tmp_path, two_layers, capsys):

@@ -21,6 +21,7 @@ from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.device_map import check_device_map, read_device_map
 from wandistiller.models.derive_student import check_coverage, measure_coverage
+from wandistiller.models.expert_pair import inspect_experts
 from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
 from wandistiller.models.sizes import usual_size
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, build_empty, inspect_checkpoint
@@ -116,9 +117,10 @@ def _find_teachers(config: DistillConfig, pipeline: Pipeline) -> list[StoredMode
     paths = [pipeline.part("transformer")]
     if "transformer_2" in pipeline.parts:
         paths.append(pipeline.part("transformer_2"))
+        pipeline.find_boundary()
     for name in ("text_encoder", "tokenizer"):
         pipeline.part(name)
-    teachers = [inspect_checkpoint(path, TRANSFORMER) for path in paths]
+    teachers = inspect_experts(paths)
     check_text_to_video(teachers[0].config, "distilled")
     if config.teacher_device_map is not None:
         for teacher in teachers:
@@ -130,6 +132,13 @@ def _check_student(job: DistillJob) -> None:
     config, plan = job.config, job.plan
     if config.feature_weight and plan.config["patch_size"] != job.teacher_config["patch_size"]:
         raise UsageError("--feature-weight needs the same tokens in both.", fix="Give the student the teacher's patch size.")
+    blocks = ("num_layers", "num_attention_heads", "attention_head_dim")
+    if config.feature_weight and any(each.config[name] != job.teacher_config[name] for each in job.teachers for name in blocks):
+        raise UsageError(
+            "--feature-weight needs experts of one depth and width.",
+            why="the student's blocks are matched with the same blocks of both.",
+            fix="Leave it away.",
+        )
     if config.feature_weight and config.student_init == "random":
         raise UsageError("--feature-weight needs matched blocks.", fix="Use --student-init teacher.")
     if config.layer_choice != "spread" and plan.layers is not None:
