@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from wandistiller.data.buckets import Bucket
+from wandistiller.data.buckets import AllOne, Bucket
 from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.data.loader import sample_generator
 from wandistiller.distributed.ranks import Ranks
@@ -60,7 +60,7 @@ class Records:
     """Which noise of its item it was: the number of the draw."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """What the teacher is asked together: some items, with one or several draws of noise for each."""
 
@@ -275,7 +275,7 @@ class RecordSamples:
         self.records = records
         self._texts = texts
         self._made_of = made_of
-        self.buckets: Sequence[Bucket] = [bucket] * len(records)
+        self.buckets: Sequence[Bucket] = AllOne(bucket, len(records))
 
     def __len__(self) -> int:
         return len(self.buckets)
