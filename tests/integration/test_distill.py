@@ -507,6 +507,14 @@ BAD = {
         "no pictures",
     ),
     "more patches than positions": ({"width": 32768}, "Give at most 16384"),
+    "clips for a student of pictures": (
+        {"student": {"num_frames": 1}, "data_path": None, "dataset_path": "world:4:9x32x32", "frames": (9,)},
+        "num_frames = 1, and --frames 9 was given",
+    ),
+    "another size than the student's": (
+        {"student": {"image_size": [32, 64]}},
+        "image_size = [32, 64] (height, width), and --width 32 --height 32 was given",
+    ),
     "one side": ({"student": {"image_size": 48}, "width": None}, "--width and --height go together"),
     "little from the teacher": ({"student": NEW_ATTENTION}, "attention (100.0 %)"),
     "how to go on with little": ({"student": NEW_ATTENTION}, "--allow-low-coverage"),

@@ -196,9 +196,23 @@ def _sides(patch: Sequence[int]) -> str:
 
 
 def with_sizes(config: DistillConfig, plan: StudentPlan) -> DistillConfig:
-    """Take the sizes of the student's description where the flags have none."""
-    if config.width is None and plan.image_size is not None:
-        config = replace(config, height=plan.image_size[0], width=plan.image_size[1])
-    if not config.frames and plan.num_frames is not None:
+    """Take the sizes of the student's description where the flags have none; raise ``UsageError`` where they have others."""
+    if plan.image_size is not None:
+        height, width = plan.image_size
+        if (config.width or width, config.height or height) != (width, height):
+            given = f"--width {config.width} --height {config.height}"
+            raise _contradiction(config, f"image_size = {[height, width]} (height, width)", given)
+        config = replace(config, height=height, width=width)
+    if plan.num_frames is not None:
+        if set(config.frames) - {plan.num_frames}:
+            raise _contradiction(config, f"num_frames = {plan.num_frames}", f"--frames {' '.join(map(str, config.frames))}")
         config = replace(config, frames=(plan.num_frames,))
     return config
+
+
+def _contradiction(config: DistillConfig, said: str, given: str) -> UsageError:
+    return UsageError(
+        f"{config.student_config} says {said}, and {given} was given.",
+        why="both say what the student is trained at.",
+        fix="Leave the flags away, or change the file.",
+    )
