@@ -489,6 +489,8 @@ BAD = {
     "a single file": ({"teacher": "transformer/diffusion_pytorch_model.safetensors"}, "Point --teacher-path to"),
     "no transformer": ({"teacher": "without transformer"}, "has no transformer"),
     "no tokenizer": ({"teacher": "without tokenizer"}, "Point --teacher-path to a complete pipeline"),
+    "no scheduler": ({"teacher": "without scheduler"}, "copy the folder scheduler of the model"),
+    "an empty scheduler": ({"teacher": "without scheduler/scheduler_config.json"}, "has no scheduler"),
     "another solver": (
         {"teacher": {"scheduler/scheduler_config.json": {"_class_name": "DPMSolverMultistepScheduler"}}},
         "with --solver, such as unipc",
@@ -569,7 +571,8 @@ def wrong_teacher(kind, tiny_folder, folder):
             (folder / name).write_text(json.dumps({**content, **values}))
         return folder
     if kind.startswith("without "):
-        shutil.rmtree(folder / kind.removeprefix("without "))
+        gone = folder / kind.removeprefix("without ")
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     elif kind == "vace":
         config = json.loads((folder / "transformer" / "config.json").read_text())
         (folder / "transformer" / "config.json").write_text(json.dumps({**config, "_class_name": "WanVACETransformer3DModel"}))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from wandistiller.api import sample, train
 from wandistiller.data.encode import default_cache_dir
 from wandistiller.data.loader import sample_generator
 from wandistiller.data.sources import WorldSource
-from wandistiller.errors import TrainingError, UsageError
+from wandistiller.errors import CheckpointError, TrainingError, UsageError
 from wandistiller.train import samples
 from wandistiller.train.methods.finetune import FlowMatching
 from wandistiller.train.metrics import ShowProgress
@@ -365,6 +366,12 @@ def test_wrong_input(tmp_path, monkeypatch, changes, message):
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run" / "model").exists()
     assert not (tmp_path / "new").exists(), "nothing has been encoded"
+
+
+def test_a_pipeline_without_a_scheduler_is_refused(tmp_path, tiny_folder):
+    shutil.copytree(tiny_folder, tmp_path / "pipeline", ignore=shutil.ignore_patterns("scheduler"))
+    with pytest.raises(CheckpointError, match="has no scheduler"):
+        train(model=str(tmp_path / "pipeline"), dataset_path="world:4:1x32x32", output_dir=tmp_path / "run", num_steps=1)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,10 @@ class Pipeline:
     def part(self, name: str) -> Path:
         """Return where a part lies; raise ``CheckpointError`` if this pipeline has none."""
         if name not in self.parts:
-            instead = ", or give one with --vae-checkpoint" if name == "vae" else ""
+            instead = {
+                "vae": ", or give one with --vae-checkpoint",
+                "scheduler": ", or copy the folder scheduler of the model that it comes from into it",
+            }.get(name, "")
             raise CheckpointError(
                 f"{self.source} has no {name.replace('_', ' ')}.",
                 why=f"its parts are {', '.join(sorted(self.parts)) or 'none'}.",
@@ -200,8 +203,10 @@ def _read_diffusers_folder(folder: Path, source: str) -> Pipeline:
     if class_name not in _PIPELINE_CLASSES:
         kind = f"is a {class_name}" if class_name else "does not say what it is in its model_index.json"
         raise CheckpointError(f"{source} {kind}, not a Wan pipeline.", fix=f"Use one of: {', '.join(_PIPELINE_CLASSES)}.")
-    listed = [name for name, kind in index.items() if isinstance(kind, list) and kind and kind[0] is not None]
     scheduler = folder / "scheduler" / "scheduler_config.json"
+    listed = [name for name, kind in index.items() if isinstance(kind, list) and kind and kind[0] is not None]
+    if "scheduler" in listed and not scheduler.is_file():
+        listed.remove("scheduler")
     return Pipeline(
         source=source,
         folder=folder,

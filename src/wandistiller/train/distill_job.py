@@ -113,12 +113,12 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
 
 
 def _find_teachers(config: DistillConfig, pipeline: Pipeline) -> list[StoredModel]:
-    """Return the teacher's one or two transformers, of a pipeline that can also encode text."""
+    """Return the teacher's one or two transformers, of a pipeline that can also encode text and says how it is sampled."""
     paths = [pipeline.part("transformer")]
     if "transformer_2" in pipeline.parts:
         paths.append(pipeline.part("transformer_2"))
         pipeline.find_boundary()
-    for name in ("text_encoder", "tokenizer"):
+    for name in ("text_encoder", "tokenizer", "scheduler"):
         pipeline.part(name)
     teachers = inspect_experts(paths)
     check_text_to_video(teachers[0].config, "distilled")

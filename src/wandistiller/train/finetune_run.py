@@ -143,6 +143,7 @@ def _prepare(config: TrainConfig) -> _Job:
     check_text_to_video(transformer.config, "trained")
     if config.lora_rank:
         check_targets(build_empty(TRANSFORMER, transformer.config), config.lora_targets)
+    pipeline.part("scheduler")  # without one the result could not be sampled as a pipeline
     if config.uses_solver:
         pipeline.choose_solver(config.solver)
     shift = config.sigma_shift or pipeline.shift or 1.0
