@@ -13,7 +13,7 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from wandistiller.api import distill, sample, train
+from wandistiller.api import distill, report, sample, train
 from wandistiller.cli.main import main
 from wandistiller.config.distill import StrategyName
 from wandistiller.errors import UsageError, WanDistillerError
@@ -277,15 +277,18 @@ def test_a_run_goes_on_with_its_own_teacher_and_student_alone(tmp_path, two_laye
         assert (tmp_path / "run" / "student.json").read_text() == facts
 
 
-def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
+def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path, capsys):
     path = tmp_path / "student.json"
     path.write_text(json.dumps({"depth": 2, "latent_channels": 4}))
     run = tmp_path / "run"
     distill(**QUICK, **PROMPTS, student_config=path, output_dir=run, num_steps=2, sample_every=2, sample_steps=2)
     assert (run / "model" / "channel_adapter.json").is_file()
+    assert "WanPipeline cannot apply the adapter" in capsys.readouterr().err
     assert len(list((run / "samples" / "step-00000002").glob("*.png"))) == 3
     ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
     assert ours[0].latents.shape[0] == 8, "the VAE's channels"
+    page = report(run=run, num_prompts=1, steps=1, device="cpu").output.read_text()
+    assert "wandistiller sample applies and WanPipeline cannot" in page
 
 
 def test_through_an_adapter_the_same_seed_draws_the_same(tmp_path, tiny_folder):
