@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ def complete_or_absent(target: Path, *, durable: bool = True) -> Iterator[Path]:
     # Hidden by its first character and with the suffix kept, for writers that choose the format by it.
     partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
     former = target.with_name(f".{target.stem}.former-{os.getpid()}{target.suffix}")
-    check_can_write(target)
+    _check_access(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
@@ -84,7 +85,18 @@ def _flush(path: Path) -> None:
 
 
 def check_can_write(target: Path) -> None:
-    """Raise ``UsageError`` if a file or folder could not be made there; makes nothing."""
+    """Raise ``UsageError`` if a file or folder could not be made there; leaves nothing."""
+    folder = _check_access(target)
+    try:
+        # Permissions are not all: whoever may do everything still cannot write to /proc.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written.", why=str(error), fix="Choose another place for it.") from error
+
+
+def _check_access(target: Path) -> Path:
+    """Return the innermost folder of a path that is there; raise ``UsageError`` if nothing may be made in it."""
     folder = target.absolute().parent
     while not folder.exists() and not folder.is_symlink():
         folder = folder.parent
@@ -92,3 +104,4 @@ def check_can_write(target: Path) -> None:
         raise UsageError(f"{target} cannot be written.", why=f"{folder} is not a folder.", fix="Choose another place for it.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"{target} cannot be written.", why=f"{folder} is not writable.", fix="Choose another place for it.")
+    return folder

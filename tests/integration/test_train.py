@@ -20,7 +20,7 @@ from wandistiller.api import sample, train
 from wandistiller.data.encode import default_cache_dir
 from wandistiller.data.loader import sample_generator
 from wandistiller.data.sources import WorldSource
-from wandistiller.errors import CheckpointError, TrainingError, UsageError
+from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.train import samples
 from wandistiller.train.methods.finetune import FlowMatching
 from wandistiller.train.metrics import ShowProgress
@@ -388,7 +388,7 @@ def test_a_state_whose_weights_mean_something_else_is_refused(tmp_path, two_expe
     train(**{**options, **before}, num_steps=1)
     if "ckpt_path" in after:
         after = {**after, "ckpt_path": two_expert_folder / after["ckpt_path"]}
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(UsageError, match=message):
         train(**{**options, **after}, num_steps=2, resume="auto")
 
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from wandistiller.errors import OutputError, UsageError
@@ -58,4 +60,8 @@ def test_a_place_that_cannot_be_written_is_found_beforehand(tmp_path):
     with pytest.raises(UsageError, match="is not a folder"):
         check_can_write(tmp_path / "file" / "x.png")
     check_can_write(tmp_path / "new" / "folders" / "x.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"], "nothing is left"
+    if Path("/proc").is_dir():  # where nobody can write, whatever the permissions say
+        with pytest.raises(UsageError, match="cannot be written"):
+            check_can_write(Path("/proc/x.html"))
     assert not (tmp_path / "new").exists()
