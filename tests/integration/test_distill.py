@@ -57,14 +57,15 @@ def two_layers(tmp_path_factory):
 def test_from_prompts_to_a_pipeline_that_everybody_loads(tmp_path, two_layers):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"thing number {number}" for number in range(8)) + "\n")
-    run = tmp_path / "run"
+    run, drawn = tmp_path / "run", tmp_path / "drawn.txt"
+    drawn.write_text("a cube\n\na cone\n")
     done = distill(
         **{**QUICK, **PROMPTS, "data_path": str(prompts)},
         student_config=two_layers,
         output_dir=run,
         num_steps=6,
         sample_every=6,
-        sample_prompts=("a ball",),
+        sample_prompts=("a ball", str(drawn)),
         sample_steps=2,
     )
     assert json.loads((run / "plan.json").read_text())["measured"]["bytes"] > 0
@@ -72,7 +73,8 @@ def test_from_prompts_to_a_pipeline_that_everybody_loads(tmp_path, two_layers):
     found = losses(run)
     assert len(found) == 6
     assert json.loads(next((run / "cache" / "teacher").glob("*/records.json")).read_text())["complete"]
-    assert len(list((run / "samples" / "step-00000006").glob("*.png"))) == 1
+    pictures = sorted(path.name for path in (run / "samples" / "step-00000006").glob("*.png"))
+    assert pictures == ["00-a-ball.png", "01-a-cube.png", "02-a-cone.png"], "a file stands for its lines"
     pipeline = WanPipeline.from_pretrained(run / "model")
     assert pipeline.transformer.config.num_layers == 2
     drawn = pipeline("x", height=32, width=32, num_frames=1, num_inference_steps=2, output_type="latent", guidance_scale=1.0)
@@ -500,6 +502,7 @@ BAD = {
     ),
     "other sigmas": ({"teacher": {"scheduler/scheduler_config.json": {"use_karras_sigmas": True}}}, "--solver unipc"),
     "a solver for nothing": ({"data_path": None, **DATASET, "solver": "euler"}, "--solver changes nothing"),
+    "too much to draw": ({"samples": 101, "sample_every": 1}, "has 101 prompts"),
     "held-out data that are not there": ({"held_out": "nowhere"}, "Check --held-out"),
     "no prompts": ({"data_path": "missing.txt"}, "missing.txt"),
     "a student that does not divide": ({"student": {"hidden_size": 50, "num_heads": 3}}, "hidden_size"),
@@ -552,6 +555,9 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path, tiny_folder, mon
         if given in changes:
             changes[flag] = tmp_path / f"{given}.json"
             changes[flag].write_text(json.dumps(changes.pop(given)))
+    if "samples" in changes:
+        (tmp_path / "samples.txt").write_text("a ball\n" * changes.pop("samples"))
+        changes["sample_prompts"] = (str(tmp_path / "samples.txt"),)
     if "teacher" in changes:
         changes["teacher_path"] = str(wrong_teacher(changes.pop("teacher"), tiny_folder, tmp_path / "teacher"))
     monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))

@@ -31,6 +31,7 @@ from wandistiller.train.optimisation import MixedPrecision
 from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.runs import choose_precision, prepare_device, prepare_parallel
 from wandistiller.train.start_checks import check_sharded_teacher, check_spread_teacher, check_text_to_video
+from wandistiller.train.studio import check_drawing
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
 
@@ -89,8 +90,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     factors = {"spatial_factor": vae.config["scale_factor_spatial"], "temporal_factor": vae.config["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, teachers[0].config, **factors)
     config = with_sizes(config, plan)
-    if config.uses_solver:
-        pipeline.choose_solver(config.solver)
+    check_drawing(config, pipeline)
     shift = config.sigma_shift or pipeline.shift or 1.0
     job = DistillJob(
         config=config,

@@ -58,7 +58,7 @@ from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies
 from wandistiller.train.runs import Run, choose_precision, exit_code, prepare_device, prepare_parallel
 from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
-from wandistiller.train.studio import Studio
+from wandistiller.train.studio import Studio, check_drawing
 from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data, prepare_held_out
 from wandistiller.units import Bytes
 
@@ -144,8 +144,7 @@ def _prepare(config: TrainConfig) -> _Job:
     if config.lora_rank:
         check_targets(build_empty(TRANSFORMER, transformer.config), config.lora_targets)
     pipeline.part("scheduler")  # without one the result could not be sampled as a pipeline
-    if config.uses_solver:
-        pipeline.choose_solver(config.solver)
+    check_drawing(config, pipeline)
     shift = config.sigma_shift or pipeline.shift or 1.0
     sigma = SigmaDistribution(
         shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift, low=low, high=high
