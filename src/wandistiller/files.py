@@ -13,11 +13,6 @@ from tempfile import TemporaryDirectory
 
 from wandistiller.errors import OutputError, UsageError
 
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
-
 _ADVICE = {
     errno.ENOSPC: "Free some disk space or choose another place for it.",
     errno.EDQUOT: "Free some of your quota or choose another place for it.",
@@ -120,7 +115,9 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 def _lock(path: Path) -> int | None:
     """Return the open file whose lock this process has; None where there are no locks."""
-    if fcntl is None:
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
         return None
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -13,7 +13,7 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from wandistiller.api import distill, sample
+from wandistiller.api import distill, report, sample, train
 from wandistiller.cli.main import main
 from wandistiller.config.distill import StrategyName
 from wandistiller.errors import UsageError, WanDistillerError
@@ -57,14 +57,15 @@ def two_layers(tmp_path_factory):
 def test_from_prompts_to_a_pipeline_that_everybody_loads(tmp_path, two_layers):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"thing number {number}" for number in range(8)) + "\n")
-    run = tmp_path / "run"
+    run, drawn = tmp_path / "run", tmp_path / "drawn.txt"
+    drawn.write_text("a cube\n\na cone\n")
     done = distill(
         **{**QUICK, **PROMPTS, "data_path": str(prompts)},
         student_config=two_layers,
         output_dir=run,
         num_steps=6,
         sample_every=6,
-        sample_prompts=("a ball",),
+        sample_prompts=("a ball", str(drawn)),
         sample_steps=2,
     )
     assert json.loads((run / "plan.json").read_text())["measured"]["bytes"] > 0
@@ -72,7 +73,8 @@ def test_from_prompts_to_a_pipeline_that_everybody_loads(tmp_path, two_layers):
     found = losses(run)
     assert len(found) == 6
     assert json.loads(next((run / "cache" / "teacher").glob("*/records.json")).read_text())["complete"]
-    assert len(list((run / "samples" / "step-00000006").glob("*.png"))) == 1
+    pictures = sorted(path.name for path in (run / "samples" / "step-00000006").glob("*.png"))
+    assert pictures == ["00-a-ball.png", "01-a-cube.png", "02-a-cone.png"], "a file stands for its lines"
     pipeline = WanPipeline.from_pretrained(run / "model")
     assert pipeline.transformer.config.num_layers == 2
     drawn = pipeline("x", height=32, width=32, num_frames=1, num_inference_steps=2, output_type="latent", guidance_scale=1.0)
@@ -194,6 +196,17 @@ def test_trajectories_are_asked_about_where_sampling_asks(tmp_path, two_layers):
     assert sorted(set(shard["sigma"].tolist()), reverse=True) == pytest.approx(expected)
 
 
+def test_a_solver_that_was_asked_for_draws_the_trajectories(tmp_path, tiny_folder, two_layers):
+    """Also of a teacher whose own is none of ours."""
+    odd = {"scheduler/scheduler_config.json": {"_class_name": "DPMSolverMultistepScheduler"}}
+    teacher, run = wrong_teacher(odd, tiny_folder, tmp_path / "teacher"), tmp_path / "run"
+    both = {**QUICK, **PROMPTS, "teacher_path": str(teacher), "student_config": two_layers, "solver": "euler"}
+    distill(**both, output_dir=run, num_steps=1, sample_every=1, sample_steps=1)
+    shard = load_file(next((run / "cache" / "teacher").glob("*/shard-*")))
+    expected = SOLVERS["euler"].schedule(PROMPTS["rollout_steps"], 3.0).sigmas[:-1]
+    assert sorted(set(shard["sigma"].tolist()), reverse=True) == pytest.approx(expected)
+
+
 def test_the_result_is_the_average(tmp_path, two_layers):
     """After the first step of a run the average is 9/11 of the way from the start: its decay begins at 2/11."""
     both = {**QUICK, **DATASET, "student_config": two_layers, "num_steps": 1}
@@ -266,15 +279,18 @@ def test_a_run_goes_on_with_its_own_teacher_and_student_alone(tmp_path, two_laye
         assert (tmp_path / "run" / "student.json").read_text() == facts
 
 
-def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path):
+def test_a_student_with_other_channels_draws_through_its_adapter(tmp_path, capsys):
     path = tmp_path / "student.json"
     path.write_text(json.dumps({"depth": 2, "latent_channels": 4}))
     run = tmp_path / "run"
     distill(**QUICK, **PROMPTS, student_config=path, output_dir=run, num_steps=2, sample_every=2, sample_steps=2)
     assert (run / "model" / "channel_adapter.json").is_file()
+    assert "WanPipeline cannot apply the adapter" in capsys.readouterr().err
     assert len(list((run / "samples" / "step-00000002").glob("*.png"))) == 3
     ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
     assert ours[0].latents.shape[0] == 8, "the VAE's channels"
+    page = report(run=run, num_prompts=1, steps=1, device="cpu").output.read_text()
+    assert "wandistiller sample applies and WanPipeline cannot" in page
 
 
 def test_through_an_adapter_the_same_seed_draws_the_same(tmp_path, tiny_folder):
@@ -394,6 +410,61 @@ def test_a_teacher_of_two_experts(tmp_path, two_layers, two_expert_folder, monke
         WanPipeline.from_pretrained(tmp_path / name / "model")
 
 
+@pytest.fixture(scope="module")
+def other_experts(two_expert_folder, tmp_path_factory):
+    """A second expert of another shape, by the name of what is other about it."""
+    config = inspect_checkpoint(two_expert_folder / "transformer", TRANSFORMER).config
+    found = {}
+    for name, value in (("text_dim", 16), ("in_channels", 4), ("num_layers", 1)):
+        found[name] = tmp_path_factory.mktemp("expert") / name
+        WanTransformer3DModel(**{**config, name: value}).save_pretrained(found[name])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("text_dim", "text_dim is 32 in one and 16 in the other"),
+        ("in_channels", "in_channels is 8 in one and 4 in the other"),
+        ("0.5", "boundary_ratio in its model_index.json is '0.5'"),
+        (1.5, "boundary_ratio in its model_index.json is 1.5"),
+        (0.0, "boundary_ratio in its model_index.json is 0.0"),
+        (None, "does not say at which sigma"),
+    ],
+)
+def test_experts_that_cannot_take_over_are_refused_by_all(
+    tmp_path, two_expert_folder, other_experts, monkeypatch, changed, words
+):
+    folder = tmp_path / "pipeline"
+    shutil.copytree(two_expert_folder, folder)
+    if changed in other_experts:
+        shutil.copytree(other_experts[changed], folder / "transformer_2", dirs_exist_ok=True)
+    else:
+        index = json.loads((folder / "model_index.json").read_text())
+        (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": changed}))
+    monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("wandistiller.models.text.load_whole", lambda *a, **k: pytest.fail("the text encoder was read"))
+    for run in (
+        lambda: distill(**{**QUICK, **PROMPTS, "teacher_path": str(folder)}, output_dir=tmp_path / "run", num_steps=1),
+        lambda: train(model=str(folder), **DATASET, **SIZE, expert="high", output_dir=tmp_path / "run", num_steps=1),
+        lambda: sample(model=str(folder), prompt="x", width=32, height=32, output=tmp_path / "x.png"),
+    ):
+        with pytest.raises(WanDistillerError) as caught:
+            run()
+        assert caught.value.exit_code == 2 and words in str(caught.value)
+
+
+def test_experts_need_not_be_of_one_depth(tmp_path, two_expert_folder, other_experts):
+    folder = tmp_path / "pipeline"
+    shutil.copytree(two_expert_folder, folder)
+    shutil.copytree(other_experts["num_layers"], folder / "transformer_2", dirs_exist_ok=True)
+    both = {**QUICK, "teacher_path": str(folder), "num_steps": 1, "output_dir": tmp_path / "run"}
+    with pytest.raises(UsageError, match="experts of one depth and width"):
+        distill(**both, **DATASET, feature_weight=1.0)
+    distill(**both, **PROMPTS)
+    assert sample(model=str(folder), prompt="x", width=32, height=32, steps=3, output=tmp_path / "x.png")[0].files[0].exists()
+
+
 def test_noise_is_a_named_baseline_that_says_so(tmp_path, two_layers, capsys):
     distill(**QUICK, **PROMPTS, noisy_latents="noise", student_config=two_layers, output_dir=tmp_path / "run", num_steps=2)
     assert "baseline" in capsys.readouterr().err
@@ -423,6 +494,15 @@ BAD = {
     "a single file": ({"teacher": "transformer/diffusion_pytorch_model.safetensors"}, "Point --teacher-path to"),
     "no transformer": ({"teacher": "without transformer"}, "has no transformer"),
     "no tokenizer": ({"teacher": "without tokenizer"}, "Point --teacher-path to a complete pipeline"),
+    "no scheduler": ({"teacher": "without scheduler"}, "copy the folder scheduler of the model"),
+    "an empty scheduler": ({"teacher": "without scheduler/scheduler_config.json"}, "has no scheduler"),
+    "another solver": (
+        {"teacher": {"scheduler/scheduler_config.json": {"_class_name": "DPMSolverMultistepScheduler"}}},
+        "with --solver, such as unipc",
+    ),
+    "other sigmas": ({"teacher": {"scheduler/scheduler_config.json": {"use_karras_sigmas": True}}}, "--solver unipc"),
+    "a solver for nothing": ({"data_path": None, **DATASET, "solver": "euler"}, "--solver changes nothing"),
+    "too much to draw": ({"samples": 101, "sample_every": 1}, "has 101 prompts"),
     "held-out data that are not there": ({"held_out": "nowhere"}, "Check --held-out"),
     "no prompts": ({"data_path": "missing.txt"}, "missing.txt"),
     "a student that does not divide": ({"student": {"hidden_size": 50, "num_heads": 3}}, "hidden_size"),
@@ -435,6 +515,14 @@ BAD = {
         "no pictures",
     ),
     "more patches than positions": ({"width": 32768}, "Give at most 16384"),
+    "clips for a student of pictures": (
+        {"student": {"num_frames": 1}, "data_path": None, "dataset_path": "world:4:9x32x32", "frames": (9,)},
+        "num_frames = 1, and --frames 9 was given",
+    ),
+    "another size than the student's": (
+        {"student": {"image_size": [32, 64]}},
+        "image_size = [32, 64] (height, width), and --width 32 --height 32 was given",
+    ),
     "one side": ({"student": {"image_size": 48}, "width": None}, "--width and --height go together"),
     "little from the teacher": ({"student": NEW_ATTENTION}, "attention (100.0 %)"),
     "how to go on with little": ({"student": NEW_ATTENTION}, "--allow-low-coverage"),
@@ -467,6 +555,9 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path, tiny_folder, mon
         if given in changes:
             changes[flag] = tmp_path / f"{given}.json"
             changes[flag].write_text(json.dumps(changes.pop(given)))
+    if "samples" in changes:
+        (tmp_path / "samples.txt").write_text("a ball\n" * changes.pop("samples"))
+        changes["sample_prompts"] = (str(tmp_path / "samples.txt"),)
     if "teacher" in changes:
         changes["teacher_path"] = str(wrong_teacher(changes.pop("teacher"), tiny_folder, tmp_path / "teacher"))
     monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
@@ -479,12 +570,18 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path, tiny_folder, mon
 
 
 def wrong_teacher(kind, tiny_folder, folder):
-    """Return a pipeline with something wrong, or a piece of one."""
-    if (tiny_folder / kind).exists():
+    """Return a pipeline with something wrong (values of its JSON files, for a mapping), or a piece of one."""
+    if isinstance(kind, str) and (tiny_folder / kind).exists():
         return tiny_folder / kind
     shutil.copytree(tiny_folder, folder)
+    if isinstance(kind, dict):
+        for name, values in kind.items():
+            content = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({**content, **values}))
+        return folder
     if kind.startswith("without "):
-        shutil.rmtree(folder / kind.removeprefix("without "))
+        gone = folder / kind.removeprefix("without ")
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     elif kind == "vace":
         config = json.loads((folder / "transformer" / "config.json").read_text())
         (folder / "transformer" / "config.json").write_text(json.dumps({**config, "_class_name": "WanVACETransformer3DModel"}))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from wandistiller.api import sample, train
 from wandistiller.data.encode import default_cache_dir
 from wandistiller.data.loader import sample_generator
 from wandistiller.data.sources import WorldSource
-from wandistiller.errors import TrainingError, UsageError
+from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.train import samples
 from wandistiller.train.methods.finetune import FlowMatching
 from wandistiller.train.metrics import ShowProgress
@@ -369,6 +370,12 @@ def test_wrong_input(tmp_path, monkeypatch, changes, message):
     assert not (tmp_path / "new").exists(), "nothing has been encoded"
 
 
+def test_a_pipeline_without_a_scheduler_is_refused(tmp_path, tiny_folder):
+    shutil.copytree(tiny_folder, tmp_path / "pipeline", ignore=shutil.ignore_patterns("scheduler"))
+    with pytest.raises(CheckpointError, match="has no scheduler"):
+        train(model=str(tmp_path / "pipeline"), dataset_path="world:4:1x32x32", output_dir=tmp_path / "run", num_steps=1)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -383,7 +390,7 @@ def test_a_state_whose_weights_mean_something_else_is_refused(tmp_path, two_expe
     train(**{**options, **before}, num_steps=1)
     if "ckpt_path" in after:
         after = {**after, "ckpt_path": two_expert_folder / after["ckpt_path"]}
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(UsageError, match=message):
         train(**{**options, **after}, num_steps=2, resume="auto")
 
 

@@ -74,6 +74,14 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
     assert all(torch.equal(second[name], value) for name, value in first.items())
 
 
+def test_a_critic_of_another_width_is_refused_by_its_flag(tmp_path):
+    both = {**QUICK, "gan_training": True, "output_dir": tmp_path}
+    train_vae(**both, critic_width=2, num_steps=1)
+    with pytest.raises(UsageError, match="made with --critic-width 2, and this one has --critic-width 4") as caught:
+        train_vae(**both, critic_width=4, num_steps=2, resume="auto")
+    assert caught.value.exit_code == 2
+
+
 def test_lpips_is_learnt_from_and_measured(tmp_path, monkeypatch):
     widths, file = (4, 4, 8, 8, 8), tmp_path / "lpips.safetensors"
     save_file(lpips.Lpips(widths=widths).state_dict(), file)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from wandistiller.errors import UsageError
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+SolverName = Literal["auto", "euler", "unipc"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -248,6 +248,11 @@ class DistillConfig(TransformerTrainingConfig):
         return "dataset" if self.dataset_path is not None else "trajectories"
 
     @property
+    def uses_solver(self) -> bool:
+        """Whether anything is drawn, by the student or by the teacher."""
+        return super().uses_solver or self.noisy_source == "trajectories"
+
+    @property
     def is_stored(self) -> bool:
         """Whether the teacher's answers are on disk before the first step."""
         return self.noisy_source == "trajectories" or self.cache_teacher

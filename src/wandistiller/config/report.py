@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from wandistiller.config.command import CommandConfig
+from wandistiller.config.command import CommandConfig, SolverName
 from wandistiller.config.training import check_least
 from wandistiller.errors import UsageError
 
@@ -35,6 +35,9 @@ class ReportConfig(CommandConfig):
 
     steps: int = 20
     """Solver steps of each picture or clip."""
+
+    solver: SolverName = "auto"
+    """How to follow the flow. 'auto' takes what the run drew with, or the pipeline's own."""
 
     cfg_scale: float | None = None
     """Guidance of teacher and student; 1 switches it off. A student that has learnt the guided velocity draws without, in one

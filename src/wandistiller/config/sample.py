@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from wandistiller.config.command import CommandConfig, DtypeName
+from wandistiller.config.command import CommandConfig, DtypeName, SolverName
 from wandistiller.config.placement import PlacementName, parse_limits, parse_resident
 from wandistiller.errors import UsageError
 
@@ -79,7 +79,7 @@ class SampleConfig(CommandConfig):
     boundary: float | None = None
     """Sigma below which the second expert takes over. Default: the pipeline's own, or 0.875."""
 
-    solver: Literal["auto", "euler", "unipc"] = "auto"
+    solver: SolverName = "auto"
     """How to follow the flow. 'auto' takes the pipeline's own; unipc needs fewer steps than euler."""
 
     width: int | None = None

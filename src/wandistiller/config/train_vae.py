@@ -170,12 +170,13 @@ class TrainVaeConfig(TrainingConfig):
             check_idle(self, "--use-lpips", "lambda_lpips", "lpips_checkpointing")
         if not self.lambda_rec:
             check_idle(self, "--lambda-rec", "high_frequency_weight")
-            if not self.use_lpips or not self.lambda_lpips:
-                raise UsageError(
-                    "--lambda-rec 0 was given without LPIPS.",
-                    why="nothing would ask the VAE for what it was given.",
-                    fix="Add --use-lpips, or give another weight.",
-                )
+            nothing = "nothing would ask the VAE for what it was given."
+            if not self.use_lpips:
+                advice = "Add --use-lpips, or give another weight."
+                raise UsageError("--lambda-rec 0 was given without LPIPS.", why=nothing, fix=advice)
+            if not self.lambda_lpips:
+                advice = "Give one of them a weight, such as --lambda-rec 1."
+                raise UsageError("--lambda-rec 0 and --lambda-lpips 0 were both given.", why=nothing, fix=advice)
         if not self.gan_training:
             critic = ("lambda_adv", "gan_start", "r1_gamma", "r1_interval", "critic_width", "critic_learning_rate")
             check_idle(self, "--gan-training", *critic)

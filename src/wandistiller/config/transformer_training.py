@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from wandistiller.config.command import DtypeName
+from wandistiller.config.command import DtypeName, SolverName
 from wandistiller.config.training import TrainingConfig, check_idle, check_least
 from wandistiller.errors import UsageError
 
@@ -95,7 +95,10 @@ class TransformerTrainingConfig(TrainingConfig):
     """Folder of the sample pictures. Default: samples in --output-dir."""
 
     sample_prompts: tuple[str, ...] = ()
-    """Prompts of the samples. Default: the first captions of the data."""
+    """Prompts of the samples, or a file with one a line. Default: the first captions of the data."""
+
+    solver: SolverName = "auto"
+    """How pictures, and the teacher's trajectories of distill, follow the flow. 'auto' takes the pipeline's own."""
 
     sample_steps: int = 20
     """Solver steps of each sample."""
@@ -152,11 +155,18 @@ class TransformerTrainingConfig(TrainingConfig):
             check_idle(self, "--held-out", "validate_every")
         if not self.sample_every:
             check_idle(self, "--sample-every", "sample_dir", "sample_prompts")
+        if not self.uses_solver:
+            check_idle(self, "--sample-every", "solver")
 
     @property
     def optimizer_name(self) -> str:
         """The optimiser, by whichever flag it was asked for."""
         return "adamw8bit" if self.use_8bit_adam else self.optimizer
+
+    @property
+    def uses_solver(self) -> bool:
+        """Whether anything is drawn."""
+        return bool(self.sample_every or self.judge_samples)
 
     @property
     def policy(self) -> str:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import types
 import typing
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from wandistiller.errors import UsageError, nearest
+from wandistiller.errors import UsageError, nearest, shortened
 
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of a JSON file, which may name something twice without anybody noticing; ``ValueError`` if it does."""
+    repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{shortened(map(repr, repeated))} stands there more than once")
+    return dict(pairs)
 
 
 def convert_value(value: Any, hint: Any, where: str) -> Any:

@@ -7,11 +7,13 @@ many there are, and a position is all that has to be remembered to go on.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+
+from wandistiller.data.buckets import AllOne
 
 
 @dataclass(frozen=True)
@@ -23,51 +25,73 @@ class MicroBatch:
     indices: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Epoch:
+    """The batches of one epoch: each is a piece of ``samples``. Arrays, as there may be tens of millions."""
+
+    number: int
+    samples: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    samples_done: NDArray[np.int64]
+    """How many samples there are up to the end of each batch."""
+
+
 class BatchPlan:
     """The endless sequence of micro-batches over samples of known buckets."""
 
     def __init__(self, buckets: Sequence[Hashable], batch_size: int, seed: int) -> None:
         """``buckets`` has one entry a sample; those with equal entries may share a batch."""
         numbers: dict[Hashable, int] = {}
-        self._buckets = np.array([numbers.setdefault(bucket, len(numbers)) for bucket in buckets], dtype=np.int64)
+        self._buckets: NDArray[np.int64] | None = None
+        """Numbers of the buckets; None where all samples are of one."""
+        if not isinstance(buckets, AllOne):
+            found = np.fromiter((numbers.setdefault(bucket, len(numbers)) for bucket in buckets), np.int64, len(buckets))
+            self._buckets = found if len(numbers) > 1 else None
         self.batch_size = batch_size
         self.seed = seed
-        self.num_samples = len(self._buckets)
-        counts = np.bincount(self._buckets) if len(self._buckets) else np.zeros(0, dtype=np.int64)
-        self.batches_per_epoch = int(np.sum(-(-counts // batch_size)))
-        self._epoch: tuple[int, list[tuple[int, ...]]] | None = None
+        self.num_samples = len(buckets)
+        self._counts = np.array([self.num_samples]) if self._buckets is None else np.bincount(self._buckets)
+        self.batches_per_epoch = int(np.sum(-(-self._counts // batch_size)))
+        self._epoch: _Epoch | None = None
 
     def __getitem__(self, position: int) -> MicroBatch:
         epoch, offset = divmod(position, self.batches_per_epoch)
-        return MicroBatch(position, epoch, self._batches(epoch)[offset])
+        found = self._batches(epoch)
+        return MicroBatch(position, epoch, tuple(found.samples[found.starts[offset] : found.ends[offset]].tolist()))
 
     def place(self, position: int) -> tuple[int, int]:
         """Return the epoch of a position, and how many of its samples come before."""
         epoch, offset = divmod(position, self.batches_per_epoch)
-        return epoch, sum(map(len, self._batches(epoch)[:offset]))
+        return epoch, int(self._batches(epoch).samples_done[offset - 1]) if offset else 0
 
     def position_at(self, epoch: int, samples_done: int) -> int:
         """Return the last position in an epoch with at most so many samples before it."""
-        before = itertools.accumulate(map(len, self._batches(epoch)))
-        offset = sum(count <= samples_done for count in before)
+        offset = int(np.searchsorted(self._batches(epoch).samples_done, samples_done, side="right"))
         return epoch * self.batches_per_epoch + offset
 
-    def _batches(self, epoch: int) -> list[tuple[int, ...]]:
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, list(self._arrange(epoch)))
-        return self._epoch[1]
+    def _batches(self, epoch: int) -> _Epoch:
+        if self._epoch is None or self._epoch.number != epoch:
+            self._epoch = None  # before the next one is there
+            self._epoch = self._arrange(epoch)
+        return self._epoch
 
-    def _arrange(self, epoch: int) -> Iterator[tuple[int, ...]]:
+    def _arrange(self, epoch: int) -> _Epoch:
         """Go through a new order and give out each bucket's batch when it is full; at the end, those that are not."""
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self._buckets))
-        waiting: dict[int, list[int]] = {}
-        for index in order.tolist():
-            queue = waiting.setdefault(int(self._buckets[index]), [])
-            queue.append(index)
-            if len(queue) == self.batch_size:
-                yield tuple(queue)
-                queue.clear()
-        yield from (tuple(queue) for queue in waiting.values() if queue)
+        order, size = np.random.default_rng((self.seed, epoch)).permutation(self.num_samples), self.batch_size
+        if self._buckets is None:
+            starts = np.arange(0, self.num_samples, size)
+            ends = np.minimum(starts + size, self.num_samples)
+            return _Epoch(epoch, order, starts, ends, ends)
+        # Each bucket's samples together, in the order in which they come; places are those in that order.
+        places = np.argsort(self._buckets[order], kind="stable")
+        bucket_ends = np.cumsum(self._counts)
+        spans = zip(bucket_ends - self._counts, bucket_ends, strict=True)
+        bounds = [np.append(np.arange(first, end, size), end) for first, end in spans]
+        starts, ends = (np.concatenate([each[part] for each in bounds]) for part in (slice(None, -1), slice(1, None)))
+        firsts = np.repeat(places[bucket_ends - self._counts], [len(each) - 1 for each in bounds])
+        turn = np.argsort(np.where(ends - starts == size, places[ends - 1], self.num_samples + firsts))
+        return _Epoch(epoch, order[places], starts[turn], ends[turn], np.cumsum((ends - starts)[turn]))
 
 
 @dataclass(frozen=True)

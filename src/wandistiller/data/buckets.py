@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 from wandistiller.errors import UsageError
 
@@ -47,6 +48,27 @@ class Bucket:
     def __str__(self) -> str:
         """Return frames x height x width, as it is kept with cached latents."""
         return f"{self.frames}x{self.height}x{self.width}"
+
+
+class AllOne(Sequence[Bucket]):
+    """One bucket for each of many samples, in the room of one."""
+
+    def __init__(self, bucket: Bucket, count: int) -> None:
+        self.bucket = bucket
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Bucket: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> AllOne: ...
+
+    def __getitem__(self, index: int | slice) -> Bucket | AllOne:
+        found = range(self._count)[index]
+        return AllOne(self.bucket, len(found)) if isinstance(found, range) else self.bucket
 
 
 def make_buckets(
@@ -94,6 +116,8 @@ def make_buckets(
 
 def largest_bucket(buckets: Iterable[Bucket | None]) -> Bucket:
     """Return the one with the most pixels; samples that have none do not count."""
+    if isinstance(buckets, AllOne):
+        return buckets.bucket
     return max({each for each in buckets if each is not None}, key=lambda each: math.prod(each.shape))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from wandistiller.data.buckets import Bucket
+from wandistiller.data.buckets import AllOne, Bucket
 from wandistiller.data.prompt_texts import PromptTexts
 from wandistiller.data.prompts import Prompts
 from wandistiller.flow.sigma import SigmaDistribution
@@ -29,7 +29,7 @@ class PromptSamples:
         self._texts = texts
         self._latent_shape = latent_shape
         self._sigma = sigma
-        self.buckets: Sequence[Bucket] = [bucket] * count
+        self.buckets: Sequence[Bucket] = AllOne(bucket, count)
         self.trims_text = texts.trims_text
         self.empty_text = texts.empty_text
 

@@ -1,9 +1,10 @@
 """Text embeddings of prompts on disk, so that the text encoder is gone before a teacher is loaded.
 
-``ensure`` encodes what a run will need and no more. Any number of processes may do that at once: they share the work, and each
-ends when all is there. What is on disk is found by the hash of a prompt under the text encoder's fingerprint and precision. So
-a changed file of prompts costs only what has changed, another encoder has its own embeddings, and a run that was killed goes on
-from its last shard.
+``ensure`` encodes what a run will need and no more, one part of the prompts after the other: it would take a minute and
+gigabytes to know of ten million which are there before the first is encoded. Any number of processes may do that at once: they
+share the work, and each ends when all is there. What is on disk is found by the hash of a prompt under the text encoder's
+fingerprint and precision. So a changed file of prompts costs only what has changed, another encoder has its own embeddings, and
+a run that was killed goes on from its last shard.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _SHARD_SECONDS = 60.0
 # Few enough that several processes have something to do.
 _CLAIMED_PROMPTS = 64
 _COUNTED_PROMPTS = 2048
+_PART_PROMPTS = 2**16
 _SAMPLING_MARGIN = 1.1
 
 
@@ -58,7 +60,7 @@ class TextPlan:
     num_missing: int
     num_bytes: Bytes
     is_exact: bool
-    """False if the bytes follow from a sample of the prompts."""
+    """False if the bytes follow from a sample of the prompts; of very many prompts all numbers do."""
 
 
 class PromptTexts:
@@ -111,47 +113,64 @@ class PromptTexts:
         """The embeddings of the empty prompt, as ``read`` gives them; ``ensure`` always encodes it."""
         return self.read(EMPTY)
 
-    def plan(self, indices: Iterable[int]) -> TextPlan:
+    def plan(self, indices: Sequence[int]) -> TextPlan:
         """Say what ``ensure`` would do; at most the tokenizer is loaded."""
         self._shards.refresh()
-        return self._plan(self._want(indices))
+        return self._plan(indices)
 
-    def ensure(self, indices: Iterable[int], *, device: torch.device, batch_size: int = 8) -> TextPlan:
+    def ensure(self, indices: Sequence[int], *, device: torch.device, batch_size: int = 8) -> TextPlan:
         """Encode those of the prompts that have no embeddings yet, and return what there was to do.
 
         The encoder is loaded only for that and gone afterwards. Raises ``UsageError``, before, if the disk has no room.
         """
         self._remove_bad()
-        wanted = self._want(indices)
-        plan = self._plan(wanted)
-        if not plan.num_missing:
+        plan = self._plan(indices)
+        is_large = len(indices) > _PART_PROMPTS
+        if not plan.num_missing and not is_large:
             return plan
         self._check_room(plan)
         _note(
-            f"{plan.num_prompts} different prompts, {plan.num_missing} to encode: "
+            f"{'About ' if is_large else ''}{plan.num_prompts} different prompts, {plan.num_missing} to encode: "
             f"{'' if plan.is_exact else 'about '}{plan.num_bytes} in {self.folder}"
         )
-        self._encode(wanted, plan, device, batch_size)
+        self._encode(indices, plan, device, batch_size)
         free_memory(device)  # here, where nothing refers to the encoder any more
-        if not self._shards.has(wanted.keys).all():
-            raise OutputError(f"Text embeddings have gone from {self.folder}.", fix="Start again, and let nothing remove them.")
         return plan
 
-    def _encode(self, wanted: _Wanted, plan: TextPlan, device: torch.device, batch_size: int) -> None:
+    def _encode(self, indices: Sequence[int], plan: TextPlan, device: torch.device, batch_size: int) -> None:
         def place(encoder: nn.Module) -> None:
             place_text_encoder(encoder, device)
 
-        bar = progress("Prompts", plan.num_missing, "prompt") if read_ranks().is_first else nullcontext(lambda amount=1: None)
+        is_large = len(indices) > _PART_PROMPTS
+        total = len(indices) if is_large else plan.num_missing
+        bar = progress("Prompts", total, "prompt") if read_ranks().is_first else nullcontext(lambda amount=1: None)
         claims = Claims(self.folder / ".claims")
-        try:
-            with open_text_encoder(*self._parts, device=device, dtype=self._dtype, place=place) as encode, bar as advance:
-                encoding = _Encoding(self, wanted, claims, encode, advance, batch_size)
-                ranks = read_ranks()
-                # Each rank begins with its own and then helps the others.
-                order = sorted(encoding.missing, key=lambda group: group % ranks.world_size != ranks.rank)
-                share(order, claims, encoding.claim_name, encoding.is_done, encoding.work, lambda: None)
-        finally:
-            claims.release_all()
+        with ExitStack() as ends:
+            ends.callback(claims.release_all)
+            encode: EncodeTexts | None = None
+            advance = ends.enter_context(bar)
+            for start in range(0, max(len(indices), 1), _PART_PROMPTS):
+                part = indices[start : start + _PART_PROMPTS]
+                wanted = self._want(part)
+                num_missing = len(wanted.keys) - int(self._shards.has(wanted.keys).sum())
+                if num_missing:
+                    if is_large:  # what was said of all is no more than a guess
+                        self._check_room(self._plan(part))
+                    if encode is None:
+                        opened = open_text_encoder(*self._parts, device=device, dtype=self._dtype, place=place)
+                        encode = ends.enter_context(opened)
+                    self._encode_part(_Encoding(self, wanted, claims, encode, advance, batch_size))
+                if is_large:
+                    advance(max(len(part) - num_missing, 0))
+                if not self._shards.has(wanted.keys).all():
+                    advice = "Start again, and let nothing remove them."
+                    raise OutputError(f"Text embeddings have gone from {self.folder}.", fix=advice)
+
+    def _encode_part(self, encoding: _Encoding) -> None:
+        ranks = read_ranks()
+        # Each rank begins with its own and then helps the others.
+        order = sorted(encoding.missing, key=lambda group: group % ranks.world_size != ranks.rank)
+        share(order, encoding.claims, encoding.claim_name, encoding.is_done, encoding.work, lambda: None)
 
     def _text(self, index: int) -> str:
         return "" if index == EMPTY else self.prompts.prompt(index)
@@ -162,7 +181,10 @@ class PromptTexts:
         keys, first = np.unique(keys, return_index=True)
         return _Wanted(keys, numbers[first])
 
-    def _plan(self, wanted: _Wanted) -> TextPlan:
+    def _plan(self, indices: Sequence[int]) -> TextPlan:
+        if len(indices) > _PART_PROMPTS:
+            return self._guess(indices)
+        wanted = self._want(indices)
         missing = wanted.indices[~self._shards.has(wanted.keys)]
         if not len(missing):
             return TextPlan(len(wanted.keys), 0, Bytes(0), is_exact=True)
@@ -171,6 +193,18 @@ class PromptTexts:
         lengths = count_tokens(self._parts[1], [self._text(index) for index in missing[places].tolist()])
         per_prompt = sum(lengths) / len(lengths) * self.width * self._dtype.itemsize + KEY_BYTES + 8
         return TextPlan(len(wanted.keys), len(missing), Bytes(round(per_prompt * len(missing))), is_exact)
+
+    def _guess(self, indices: Sequence[int]) -> TextPlan:
+        """Return what follows from prompts that are evenly spread over very many."""
+        some = [indices[place] for place in np.linspace(0, len(indices) - 1, _COUNTED_PROMPTS).astype(np.int64).tolist()]
+        keys, counts = np.unique(make_keys([key_of(self._text(index)) for index in some]), return_counts=True)
+        # Of n different prompts that are as frequent as each other, one pair in n is of the same; none seen, none assumed.
+        num_same, num_pairs = int((counts * (counts - 1)).sum()), len(some) * (len(some) - 1)
+        num_different = min(len(indices), num_pairs // num_same) if num_same else len(indices)
+        share, found = float((~self._shards.has(keys)).mean()), self._plan(some)
+        num_missing = round(share * num_different)
+        each = found.num_bytes / max(found.num_missing, 1)
+        return TextPlan(num_different, num_missing, Bytes(round(each * num_missing)), is_exact=False)
 
     def _check_room(self, plan: TextPlan) -> None:
         check_can_write(self.folder / "any")
@@ -214,7 +248,7 @@ class _Encoding:
         self._texts = texts
         self._shards = texts._shards
         self._wanted = wanted
-        self._claims = claims
+        self.claims = claims
         self._encode = encode
         self._advance = advance
         self._batch_size = batch_size
@@ -266,7 +300,7 @@ class _Encoding:
         if self._keys:
             self._shards.write(self._keys, self._embeddings)
         for group in self._finished:
-            self._claims.release(self.claim_name(group))
+            self.claims.release(self.claim_name(group))
         self._keys, self._embeddings, self._finished = [], [], []
         self._written_at = time.monotonic()
 

@@ -2,7 +2,8 @@
 
 A folder of shards, one for each batch that the teacher was asked, and ``records.json``, which says what they are of and, once
 all are there, that they are complete. A shard's name says what was asked: one that is there is not made again, and more
-questions only add shards. One that is missing or damaged is made again; records of something else are refused.
+questions only add shards. One that is missing or cut short is made again; records of something else are refused. Each record
+has a checksum, which is looked at when the record is read: to look at all of them beforehand would take as long as an epoch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +25,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from wandistiller.data.buckets import Bucket
+from wandistiller.data.buckets import AllOne, Bucket
 from wandistiller.data.cached_samples import CachedSamples
 from wandistiller.data.loader import sample_generator
 from wandistiller.distributed.ranks import Ranks
-from wandistiller.errors import OutOfRoomError, UsageError
+from wandistiller.errors import CheckpointError, OutOfRoomError, UsageError
 from wandistiller.files import complete_or_absent
 from wandistiller.flow.path import data_from_velocity, interpolate
 from wandistiller.models.weight_files import Planned, write_safetensors
@@ -40,7 +42,9 @@ Way = Literal["shared", "in_step", "first"]
 _LITTLE_NOISE = 0.5
 DTYPE = torch.float16
 """Noisy latents and velocities are a few units large, and 11 bits of them are more than the student gets right."""
-_NUMBERS_BYTES = 20  # a record's sigma, item and draw
+_VALUES = ("noisy", "target", "sigma", "item", "draw")
+_CHECKSUM = "checksum"
+_NUMBERS_BYTES = 28  # a record's sigma, item, draw and checksum
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Records:
     """Which noise of its item it was: the number of the draw."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """What the teacher is asked together: some items, with one or several draws of noise for each."""
 
@@ -175,10 +179,21 @@ class TeacherRecords:
                 path.unlink()
 
     def read(self, index: int) -> dict[str, Tensor]:
-        """Return ``noisy``, ``sigma`` and ``target`` of one record in float32, its ``item`` and its ``draw``."""
+        """Return ``noisy``, ``sigma`` and ``target`` of one record in float32, its ``item`` and its ``draw``.
+
+        Raises ``CheckpointError`` where they are not what was written.
+        """
         number = bisect.bisect_right(self._starts, index) - 1
-        shard, row = _open(str(self._path(self.plan.shards[number]))), index - self._starts[number]
-        found = {name: shard.get_slice(name)[row] for name in ("noisy", "target", "sigma", "item", "draw")}
+        path, row = self._path(self.plan.shards[number]), index - self._starts[number]
+        shard = _open(str(path))
+        found = {name: shard.get_slice(name)[row] for name in _VALUES}
+        has_checksum = _CHECKSUM in set(shard.keys())  # earlier versions wrote none
+        if has_checksum and int(shard.get_slice(_CHECKSUM)[row]) != _checksum(found.values()):
+            raise CheckpointError(
+                f"{path} is damaged.",
+                why=f"its record {row} is not what was written.",
+                fix="Remove this file and start again with --resume auto: what is missing is asked for again.",
+            )
         return {name: value if name in ("item", "draw") else value.float() for name, value in found.items()}
 
     def _path(self, shard: Shard) -> Path:
@@ -200,6 +215,8 @@ class TeacherRecords:
             "item": records.item.long().cpu(),
             "draw": records.draw.long().cpu(),
         }
+        rows = zip(*(values[name] for name in _VALUES), strict=True)
+        values[_CHECKSUM] = torch.tensor([_checksum(row) for row in rows], dtype=torch.int64)
         write_safetensors(self._path(shard), [_planned(name, each) for name, each in values.items()], {})
 
     def _read_about(self) -> dict[str, Any]:
@@ -231,6 +248,14 @@ def _planned(name: str, tensor: Tensor) -> Planned:
     return Planned(name, tensor.dtype, tuple(tensor.shape), lambda: tensor.contiguous())
 
 
+def _checksum(values: Iterable[Tensor]) -> int:
+    """Return what tells a record apart from a damaged one."""
+    found = 0
+    for each in values:
+        found = zlib.crc32(each.contiguous().reshape(-1).view(torch.uint8).numpy(), found)
+    return found
+
+
 @functools.lru_cache(maxsize=64)
 def _open(path: str) -> Any:
     return safe_open(path, framework="pt")
@@ -250,7 +275,7 @@ class RecordSamples:
         self.records = records
         self._texts = texts
         self._made_of = made_of
-        self.buckets: Sequence[Bucket] = [bucket] * len(records)
+        self.buckets: Sequence[Bucket] = AllOne(bucket, len(records))
 
     def __len__(self) -> int:
         return len(self.buckets)
@@ -299,5 +324,4 @@ def record_draws(samples: CachedSamples, shard: Shard, seed: int, ask: Callable[
 
 def join_records(records: Sequence[Records]) -> Records:
     """Return all of them as one."""
-    names = ("noisy", "sigma", "target", "item", "draw")
-    return Records(*(torch.cat([getattr(each, name) for each in records]) for name in names))
+    return Records(**{name: torch.cat([getattr(each, name) for each in records]) for name in _VALUES})

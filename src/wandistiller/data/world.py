@@ -234,12 +234,12 @@ def render(scene: Scene, *, frames: int = 1, height: int = 32, width: int = 32) 
 def check_extent(frames: int, height: int, width: int) -> None:
     """Refuse pictures so small that shapes can no longer be told apart, and clips of no frames."""
     if frames < 1:
-        raise UsageError(f"A clip of {frames} frames", fix="ask for at least 1 frame")
+        raise UsageError(f"The procedural world has no clips of {frames} frames.", fix="Ask for at least 1 frame.")
     if min(height, width) < SMALLEST_SIDE:
         raise UsageError(
-            f"A picture of {height}x{width}",
-            why="shapes cannot be told apart in so few pixels",
-            fix=f"make both sides at least {SMALLEST_SIDE}",
+            f"The procedural world has no pictures of {height}x{width}.",
+            why="shapes cannot be told apart in so few pixels.",
+            fix=f"Make both sides at least {SMALLEST_SIDE}.",
         )
 
 

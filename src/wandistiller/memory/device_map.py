@@ -13,7 +13,6 @@ import re
 import tomllib
 import warnings
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from accelerate.utils import get_balanced_memory, get_max_memory
 from torch import Tensor, nn
 
+from wandistiller.config.values import without_repeats
 from wandistiller.errors import UsageError, nearest, shortened
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.placement import Footprint, Placed, Placement, Subject, register_placement
@@ -106,7 +106,7 @@ def read_device_map(path: Path) -> DeviceMap:
     try:
         text = path.read_text(encoding="utf-8-sig")
         is_toml = path.suffix.lower() == ".toml"
-        content = tomllib.loads(text) if is_toml else json.loads(text, object_pairs_hook=_without_repeats)
+        content = tomllib.loads(text) if is_toml else json.loads(text, object_pairs_hook=without_repeats)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"The device map {path} cannot be read.", why=str(error), fix="Check the path; it is a JSON or TOML file."
@@ -114,14 +114,6 @@ def read_device_map(path: Path) -> DeviceMap:
     if not isinstance(content, dict):
         raise UsageError(f"The device map {path} is not a table.", fix='Write {"module": "cpu", ...}.')
     return flatten_device_map(content)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a table of a JSON file, which may name something twice without anybody noticing."""
-    repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-    if repeated:
-        raise ValueError(f"{shortened(map(repr, repeated))} stands there more than once")
-    return dict(pairs)
 
 
 def flatten_device_map(content: Mapping[str, Any], prefix: str = "") -> DeviceMap:

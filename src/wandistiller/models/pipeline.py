@@ -76,7 +76,10 @@ class Pipeline:
     def part(self, name: str) -> Path:
         """Return where a part lies; raise ``CheckpointError`` if this pipeline has none."""
         if name not in self.parts:
-            instead = ", or give one with --vae-checkpoint" if name == "vae" else ""
+            instead = {
+                "vae": ", or give one with --vae-checkpoint",
+                "scheduler": ", or copy the folder scheduler of the model that it comes from into it",
+            }.get(name, "")
             raise CheckpointError(
                 f"{self.source} has no {name.replace('_', ' ')}.",
                 why=f"its parts are {', '.join(sorted(self.parts)) or 'none'}.",
@@ -113,6 +116,25 @@ class Pipeline:
                     fix=f"Say that you want it all the same: --solver {solver}.",
                 )
         return solver
+
+    def find_boundary(self, usual: float | None = None) -> float:
+        """Return the sigma at which the second expert takes over: the pipeline's own, or ``usual`` for original files.
+
+        Those do not say it. A diffusers pipeline of two experts that does not raises ``CheckpointError``.
+        """
+        if self.boundary is not None:
+            return self.boundary
+        if usual is None or (self.folder / "model_index.json").is_file():
+            raise CheckpointError(
+                f"{self.source} has two experts and does not say at which sigma the second takes over.",
+                why="boundary_ratio in its model_index.json is null.",
+                fix='Write "boundary_ratio": 0.875 there, or what the model was trained with; Wan 2.2 uses 0.875 or 0.9.',
+            )
+        return usual
+
+    def choose_solver(self, asked: str) -> str:
+        """Return the solver that was asked for, or for 'auto' the pipeline's own, which has to be one of ours."""
+        return self.solver if asked == "auto" else asked
 
     def vae_factors(self) -> tuple[int, int] | None:
         """Return how much the VAE compresses in space and time, from its configuration alone; None where it has none."""
@@ -182,15 +204,27 @@ def _read_diffusers_folder(folder: Path, source: str) -> Pipeline:
     if class_name not in _PIPELINE_CLASSES:
         kind = f"is a {class_name}" if class_name else "does not say what it is in its model_index.json"
         raise CheckpointError(f"{source} {kind}, not a Wan pipeline.", fix=f"Use one of: {', '.join(_PIPELINE_CLASSES)}.")
-    listed = [name for name, kind in index.items() if isinstance(kind, list) and kind and kind[0] is not None]
     scheduler = folder / "scheduler" / "scheduler_config.json"
+    listed = [name for name, kind in index.items() if isinstance(kind, list) and kind and kind[0] is not None]
+    if "scheduler" in listed and not scheduler.is_file():
+        listed.remove("scheduler")
     return Pipeline(
         source=source,
         folder=folder,
         parts={name: folder / name for name in listed if (folder / name).is_dir()},
-        boundary=index.get("boundary_ratio"),
+        boundary=_as_boundary(index.get("boundary_ratio"), source),
         expand_timesteps=bool(index.get("expand_timesteps", False)),
         scheduler=_read_json(scheduler) if scheduler.is_file() else {},
+    )
+
+
+def _as_boundary(value: Any, source: str) -> float | None:
+    if value is None or (isinstance(value, float) and 0 < value < 1):
+        return value
+    raise CheckpointError(
+        f"{source}: boundary_ratio in its model_index.json is {value!r}.",
+        why="it is the sigma at which the second expert takes over: a number between 0 and 1.",
+        fix="Write 0.875 or 0.9, as Wan 2.2 has, or null for a pipeline of one transformer.",
     )
 
 

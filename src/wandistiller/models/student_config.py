@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wandistiller.config.values import without_repeats
 from wandistiller.errors import UsageError, nearest
 from wandistiller.models.stored import TRANSFORMER, build_empty, complete_config
 from wandistiller.models.text_padding import TEXT_TOKENS
@@ -101,7 +103,8 @@ def read_student_config(
 
 def _read_values(path: Path) -> dict[str, Any]:
     """Return the file's values, each under one name."""
-    readers = {".json": json.loads, ".toml": tomllib.loads}
+    read_json = partial(json.loads, object_pairs_hook=without_repeats)
+    readers: dict[str, Callable[[str], Any]] = {".json": read_json, ".toml": tomllib.loads}
     if path.suffix.lower() not in readers:
         raise UsageError(f"{path} is neither a .json nor a .toml file.", fix="Describe the student in one of these formats.")
     try:
@@ -202,16 +205,20 @@ def _find_width(values: Mapping[str, Any], config: dict[str, Any], teacher: Mapp
     """Work out heads and their size: what is said, then the teacher's size of heads, then its number of them."""
     width, heads, size = (values.get(name) for name in ("hidden_size", "num_attention_heads", "attention_head_dim"))
     if width is not None:
+        _check_at_most("a width (hidden_size)", width, _width(teacher), path)
         if heads is not None and size is not None and heads * size != width:
             raise _contradiction(path, f"hidden_size = {width}", f"{heads} heads of {size}, which make {heads * size}")
         unit = heads or size or teacher["attention_head_dim"]
         if width % unit:
-            more = f", or another number of heads, such as {_near_divisor(width, heads)}" if heads else ""
-            near = max(heads * _SMALLEST_HEAD, _near_multiple(width, 2 * heads)) if heads else _near_multiple(width, unit)
+            step, least = (2 * heads, heads * _SMALLEST_HEAD) if heads else (unit, unit)
+            most = _width(teacher) // step * step
+            near = min(max(_near_multiple(width, step), least), most)
+            advice = [f"a multiple, such as {near}"] if least <= most else []
+            advice += [f"another number of heads, such as {_near_divisor(width, heads)}"] if heads else []
             raise UsageError(
                 f"{path}: hidden_size = {width} does not divide into {f'{heads} heads' if heads else f'heads of {unit}'}.",
                 why="the width is the number of heads times the channels of each.",
-                fix=f"Choose a multiple, such as {near}{more}.",
+                fix=f"Choose {', or '.join(advice or ['smaller heads'])}.",
             )
         heads = heads or width // unit
         config["num_attention_heads"], config["attention_head_dim"] = heads, width // heads
@@ -249,12 +256,7 @@ def _check_against_teacher(config: Mapping[str, Any], teacher: Mapping[str, Any]
         ("ffn_dim", config["ffn_dim"], teacher["ffn_dim"]),
         ("freq_dim", config["freq_dim"], teacher["freq_dim"]),
     ):
-        if ours > theirs:
-            raise UsageError(
-                f"{path}: the student has {what} of {ours}, its teacher of {theirs}.",
-                why="a student is cut out of its teacher.",
-                fix=f"Give at most {theirs}, or take a larger teacher.",
-            )
+        _check_at_most(what, ours, theirs, path)
     if config["freq_dim"] % 2:
         raise UsageError(f"{path}: freq_dim is {config['freq_dim']}.", why="it counts sines and cosines.", fix="Make it even.")
     for name in ("text_dim", "image_dim", "pos_embed_seq_len", "rope_max_seq_len", "qk_norm", "cross_attn_norm"):
@@ -269,6 +271,15 @@ def _check_against_teacher(config: Mapping[str, Any], teacher: Mapping[str, Any]
         raise UsageError(
             f"{path}: added_kv_proj_dim is {config['added_kv_proj_dim']!r}, where this student needs {expected!r}.",
             fix="Leave added_kv_proj_dim out.",
+        )
+
+
+def _check_at_most(what: str, ours: int, theirs: int, path: Path) -> None:
+    if ours > theirs:
+        raise UsageError(
+            f"{path}: the student has {what} of {ours}, its teacher of {theirs}.",
+            why="a student is cut out of its teacher.",
+            fix=f"Give at most {theirs}, or take a larger teacher.",
         )
 
 
@@ -330,7 +341,7 @@ def _near_multiple(value: int, step: int) -> int:
 
 
 def _near_divisor(value: int, wanted: int) -> int:
-    """Return the number of heads closest to the wanted one that gives heads of an allowed size."""
+    """Return the number of heads closest to the wanted one that gives heads of an allowed size; tries every one."""
     sizes = {heads: value // heads for heads in range(1, value + 1) if value % heads == 0}
     fitting = [heads for heads, size in sizes.items() if size % 2 == 0 and size >= _SMALLEST_HEAD]
     return min(fitting or [1], key=lambda heads: abs(heads - wanted))

@@ -54,6 +54,7 @@ def sample_config(config: ReportConfig, run: RunFolder, artist: Artist, prompts:
         steps=config.steps,
         cfg_scale=artist.cfg_scale,
         sigma_shift=run.config.sigma_shift,
+        solver=run.config.solver if config.solver == "auto" else config.solver,
         width=size.width,
         height=size.height,
         frames=size.frames,

@@ -21,6 +21,8 @@ from wandistiller.sample.job import Job
 from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
+_ADAPTER_NOTE = " The student's latents go through an adapter, which wandistiller sample applies and WanPipeline cannot."
+
 
 @dataclass(frozen=True)
 class Reported:
@@ -66,6 +68,7 @@ def _describe(jobs: Sequence[Job], prompts: Prompts) -> str:
         f"{job.schedule.num_steps} steps of {job.solver}, shift {job.config.sigma_shift:g}, guidance {job.guidance[0]:g}, "
         f"seeds {first} to {first + len(job.prompts) - 1}."
         + (" The student has learnt the guided velocity and draws without guidance, in half the passes." if is_learnt else "")
+        + (_ADAPTER_NOTE if jobs[-1].adapter is not None else "")
     )
 
 

@@ -20,11 +20,12 @@ from wandistiller.flow.solver import SOLVERS
 from wandistiller.memory.rates import fastest_cpu_dtype
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter
 from wandistiller.models.devices import find_device, find_dtype
+from wandistiller.models.expert_pair import inspect_experts
 from wandistiller.models.latents import num_tokens
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.shapes import Shapes, read_config
 from wandistiller.models.sizes import SIZES, Size, usual_size
-from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, inspect_checkpoint
+from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.text import read_embeddings
 from wandistiller.models.text_limit import read_text_limit
 from wandistiller.models.text_padding import TEXT_TOKENS, can_fold_padding
@@ -164,7 +165,7 @@ def prepare(config: SampleConfig) -> Job:
     adapter = _find_adapter(pipeline, first["out_channels"])
     _check_channels(vae, adapter.teacher_channels if adapter is not None else first["out_channels"])
     geometry = _find_geometry(config, usual, vae, pipeline, first)
-    solver = config.solver if config.solver != "auto" else (pipeline.solver if pipeline else "unipc")
+    solver = pipeline.choose_solver(config.solver) if pipeline else "unipc" if config.solver == "auto" else config.solver
     shift = config.sigma_shift or (pipeline.shift if pipeline else None) or usual.shift
     prompts = _read_prompts(config, first["text_dim"])
     check_prompts(config, len(prompts), ranks)
@@ -299,12 +300,7 @@ def _find_transformers(config: SampleConfig, pipeline: Pipeline | None) -> list[
         paths.append(config.checkpoint_2)
     elif pipeline is not None and "transformer_2" in pipeline.parts:
         paths.append(pipeline.part("transformer_2"))
-    stored = [inspect_checkpoint(path, TRANSFORMER) for path in paths]
-    if len(stored) == 2 and stored[0].config != stored[1].config:
-        raise UsageError(
-            f"The two experts {paths[0]} and {paths[1]} are not of one shape.", fix="Give two experts of one model."
-        )
-    return stored
+    return inspect_experts(paths)
 
 
 def _find_boundary(config: SampleConfig, pipeline: Pipeline | None, size: Size | None, num_experts: int) -> float | None:
@@ -312,8 +308,10 @@ def _find_boundary(config: SampleConfig, pipeline: Pipeline | None, size: Size |
         if config.boundary is not None:
             raise UsageError("--boundary is for models of two experts.", fix="Give the second with --checkpoint-2.")
         return None
-    usual = size.boundary if size else SIZES["wan2.2-a14b"].boundary
-    return config.boundary or (pipeline.boundary if pipeline else None) or usual
+    usual = (size.boundary if size else None) or SIZES["wan2.2-a14b"].boundary
+    if config.boundary is not None or pipeline is None or "transformer_2" not in pipeline.parts:
+        return config.boundary or (pipeline.boundary if pipeline else None) or usual
+    return pipeline.find_boundary(usual)
 
 
 def _find_vae(config: SampleConfig, pipeline: Pipeline | None) -> StoredModel | None:

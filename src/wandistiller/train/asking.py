@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from wandistiller.data.teacher_records import (
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import UsageError
 from wandistiller.memory.monitor import Monitor
+from wandistiller.terminal import progress
 from wandistiller.train.callbacks import Callback
 from wandistiller.train.distill_job import DistillJob
 from wandistiller.train.questions import Questions
@@ -35,6 +37,10 @@ from wandistiller.train.teacher import ServedTeacher, TeacherInStep, TeacherToge
 
 if TYPE_CHECKING:
     from wandistiller.train.loop import Loop
+
+
+_MANY = 100_000
+"""Captions from which on it takes long enough to look at all of them that a bar is shown."""
 
 
 class Asking:
@@ -132,15 +138,21 @@ class Asking:
             "seed": config.seed,
         }
         if self._is_rollout:
-            return {**found, "way": f"{job.pipeline.solver}, {config.rollout_steps} steps", "shift": job.shift}
+            return {**found, "way": f"{job.solver}, {config.rollout_steps} steps", "shift": job.shift}
         return {**found, "way": "draws", "sigma": asdict(job.sigma)}
 
     @cached_property
     def _origins(self) -> dict[range, str]:
         """What is asked together, with its fingerprint; the last may be fewer."""
         samples, size = self._questions.samples, self._job.config.rollout_batch
-        parts = (range(start, min(start + size, len(samples))) for start in range(0, len(samples), size))
-        return {part: _digest("\0".join(samples.fingerprint(item) for item in part).encode()) for part in parts}
+        parts = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
+        found = {}
+        is_long = len(samples) > _MANY
+        with progress("Captions", len(samples), "caption") if is_long else nullcontext(lambda amount: None) as advance:
+            for part in parts:
+                found[part] = _digest("\0".join(samples.fingerprint(item) for item in part).encode())
+                advance(len(part))
+        return found
 
     def _shards(self) -> Iterator[Shard]:
         config = self._job.config
@@ -170,7 +182,7 @@ class Asking:
             text.to(job.device),
             shard.items,
             self._questions.latent_shape,
-            solver=job.pipeline.solver,
+            solver=job.solver,
             num_steps=config.rollout_steps,
             shift=job.shift,
             scale=config.guidance_scale,

@@ -21,6 +21,7 @@ from wandistiller.errors import UsageError
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.device_map import check_device_map, read_device_map
 from wandistiller.models.derive_student import check_coverage, measure_coverage
+from wandistiller.models.expert_pair import inspect_experts
 from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
 from wandistiller.models.sizes import usual_size
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, build_empty, inspect_checkpoint
@@ -30,6 +31,7 @@ from wandistiller.train.optimisation import MixedPrecision
 from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.runs import choose_precision, prepare_device, prepare_parallel
 from wandistiller.train.start_checks import check_sharded_teacher, check_spread_teacher, check_text_to_video
+from wandistiller.train.studio import check_drawing
 
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
 
@@ -60,6 +62,10 @@ class DistillJob:
         return self.config.sigma_shift or self.pipeline.shift or 1.0
 
     @property
+    def solver(self) -> str:
+        return self.pipeline.choose_solver(self.config.solver)
+
+    @property
     def has_adapter(self) -> bool:
         """Whether the student's latents have other channels than the teacher's."""
         return bool(self.plan.config["in_channels"] != self.teacher_config["in_channels"])
@@ -84,6 +90,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     factors = {"spatial_factor": vae.config["scale_factor_spatial"], "temporal_factor": vae.config["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, teachers[0].config, **factors)
     config = with_sizes(config, plan)
+    check_drawing(config, pipeline)
     shift = config.sigma_shift or pipeline.shift or 1.0
     job = DistillJob(
         config=config,
@@ -106,13 +113,14 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
 
 
 def _find_teachers(config: DistillConfig, pipeline: Pipeline) -> list[StoredModel]:
-    """Return the teacher's one or two transformers, of a pipeline that can also encode text."""
+    """Return the teacher's one or two transformers, of a pipeline that can also encode text and says how it is sampled."""
     paths = [pipeline.part("transformer")]
     if "transformer_2" in pipeline.parts:
         paths.append(pipeline.part("transformer_2"))
-    for name in ("text_encoder", "tokenizer"):
+        pipeline.find_boundary()
+    for name in ("text_encoder", "tokenizer", "scheduler"):
         pipeline.part(name)
-    teachers = [inspect_checkpoint(path, TRANSFORMER) for path in paths]
+    teachers = inspect_experts(paths)
     check_text_to_video(teachers[0].config, "distilled")
     if config.teacher_device_map is not None:
         for teacher in teachers:
@@ -124,6 +132,13 @@ def _check_student(job: DistillJob) -> None:
     config, plan = job.config, job.plan
     if config.feature_weight and plan.config["patch_size"] != job.teacher_config["patch_size"]:
         raise UsageError("--feature-weight needs the same tokens in both.", fix="Give the student the teacher's patch size.")
+    blocks = ("num_layers", "num_attention_heads", "attention_head_dim")
+    if config.feature_weight and any(each.config[name] != job.teacher_config[name] for each in job.teachers for name in blocks):
+        raise UsageError(
+            "--feature-weight needs experts of one depth and width.",
+            why="the student's blocks are matched with the same blocks of both.",
+            fix="Leave it away.",
+        )
     if config.feature_weight and config.student_init == "random":
         raise UsageError("--feature-weight needs matched blocks.", fix="Use --student-init teacher.")
     if config.layer_choice != "spread" and plan.layers is not None:
@@ -181,9 +196,23 @@ def _sides(patch: Sequence[int]) -> str:
 
 
 def with_sizes(config: DistillConfig, plan: StudentPlan) -> DistillConfig:
-    """Take the sizes of the student's description where the flags have none."""
-    if config.width is None and plan.image_size is not None:
-        config = replace(config, height=plan.image_size[0], width=plan.image_size[1])
-    if not config.frames and plan.num_frames is not None:
+    """Take the sizes of the student's description where the flags have none; raise ``UsageError`` where they have others."""
+    if plan.image_size is not None:
+        height, width = plan.image_size
+        if (config.width or width, config.height or height) != (width, height):
+            given = f"--width {config.width} --height {config.height}"
+            raise _contradiction(config, f"image_size = {[height, width]} (height, width)", given)
+        config = replace(config, height=height, width=width)
+    if plan.num_frames is not None:
+        if set(config.frames) - {plan.num_frames}:
+            raise _contradiction(config, f"num_frames = {plan.num_frames}", f"--frames {' '.join(map(str, config.frames))}")
         config = replace(config, frames=(plan.num_frames,))
     return config
+
+
+def _contradiction(config: DistillConfig, said: str, given: str) -> UsageError:
+    return UsageError(
+        f"{config.student_config} says {said}, and {given} was given.",
+        why="both say what the student is trained at.",
+        fix="Leave the flags away, or change the file.",
+    )

@@ -354,5 +354,7 @@ def _write_result(
             follow_model(student.model)
     if ranks.is_first:
         say(f"Wrote {target}")
+        if adapter is not None:
+            say(f"WanPipeline cannot apply the adapter of its latent channels; draw with: wandistiller sample --model {target}")
     ranks.wait_long()
     return target

@@ -35,6 +35,7 @@ from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.memory.works import Training
 from wandistiller.models.devices import DTYPES
+from wandistiller.models.expert_pair import inspect_experts
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
@@ -57,7 +58,7 @@ from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies, going_on
 from wandistiller.train.runs import Run, choose_precision, exit_code, own_folder, prepare_device, prepare_parallel
 from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
-from wandistiller.train.studio import Studio
+from wandistiller.train.studio import Studio, check_drawing
 from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data, prepare_held_out
 from wandistiller.units import Bytes
 
@@ -140,10 +141,13 @@ def _prepare(config: TrainConfig) -> _Job:
     check_ranks(config, read_ranks().world_size)
     pipeline = find_diffusers_pipeline(config.model, _PARTS)
     part, low, high = _expert(config, pipeline)
-    transformer = inspect_checkpoint(config.ckpt_path or pipeline.part(part), TRANSFORMER)
+    other = {"transformer", "transformer_2"} & set(pipeline.parts) - {part}
+    transformer = inspect_experts([config.ckpt_path or pipeline.part(part), *map(pipeline.part, other)])[0]
     check_text_to_video(transformer.config, "trained")
     if config.lora_rank:
         check_targets(build_empty(TRANSFORMER, transformer.config), config.lora_targets)
+    pipeline.part("scheduler")  # without one the result could not be sampled as a pipeline
+    check_drawing(config, pipeline)
     shift = config.sigma_shift or pipeline.shift or 1.0
     sigma = SigmaDistribution(
         shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift, low=low, high=high
@@ -174,8 +178,8 @@ def _settle(job: _Job) -> _Job:
 
 def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]:
     """Return the part to train and its range of sigma."""
-    boundary = pipeline.boundary or 0.875
     has_two = "transformer_2" in pipeline.parts
+    boundary = pipeline.find_boundary() if has_two else 0.0
     check_expert(config, 1 + has_two, boundary)
     if not has_two:
         return "transformer", 0.0, 1.0

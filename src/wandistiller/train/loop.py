@@ -25,7 +25,7 @@ from wandistiller.data.batches import StepPlan
 from wandistiller.data.loader import Batch, SampleReader, load_steps
 from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.ranks import Ranks
-from wandistiller.errors import TrainingError, shortened
+from wandistiller.errors import TrainingError, UsageError, shortened
 from wandistiller.memory.stored_state import changing_state
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
@@ -79,7 +79,7 @@ class _Number:
 
 
 def _refuse_other_weights(role: Role, values: Mapping[str, Tensor]) -> None:
-    """Raise ``TrainingError`` where what was saved of a role has other names or shapes than the role has now."""
+    """Raise ``UsageError`` where what was saved of a role has other names or shapes than the role has now."""
     names = role.saved_names
     model = changing_state(role.model) if names else {}
     wanted = {name: model[name].shape for name in names}
@@ -87,7 +87,7 @@ def _refuse_other_weights(role: Role, values: Mapping[str, Tensor]) -> None:
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if wrong:
         what = f"{shortened(wrong)} of role '{role.name}' do not match" if found else f"it has no role '{role.name}'"
-        raise TrainingError(
+        raise UsageError(
             f"The state is of another training: {what}.",
             fix="Resume with the model and the flags that it was started with, or begin a new run from its result.",
         )

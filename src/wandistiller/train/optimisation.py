@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.distributed.pieces import by_kind, whole
-from wandistiller.errors import TrainingError
+from wandistiller.errors import UsageError
 from wandistiller.train.optimisers import StochasticAdamW, make_optimiser
 from wandistiller.train.schedules import rate_factor
 
@@ -48,9 +48,9 @@ def autocast(precision: MixedPrecision, device: torch.device, *, caches: bool = 
 def refuse_other_flags(
     facts: Mapping[str, Any], flags: str, why: str = "the optimiser's state is of no use to another kind."
 ) -> None:
-    """Raise ``TrainingError`` for a state that was made with other flags; states of earlier versions do not say theirs."""
-    if facts.get("flags", flags) != flags:
-        raise TrainingError(
+    """Raise ``UsageError`` for a state that was made with other flags; states of earlier versions do not say theirs."""
+    if (facts.get("flags") or flags) != flags:
+        raise UsageError(
             f"The state is of another training: it was made with {facts['flags']}, and this one has {flags}.",
             why=why,
             fix="Resume with the flags that it was started with, or begin a new run from its result.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.buckets import Bucket
+from wandistiller.data.prompts import open_prompts
+from wandistiller.errors import UsageError
 from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.models.devices import find_dtype
 from wandistiller.models.latents import denormalise
@@ -30,7 +33,33 @@ from wandistiller.train.samples import DrawSamples
 
 _DEFAULT_SAMPLES = 4
 _MOST_AT_ONCE = 64
+_MOST_OF_A_FILE = 100
 _FPS = 16
+
+
+def check_drawing(config: TransformerTrainingConfig, pipeline: Pipeline) -> None:
+    """Raise ``UsageError`` or ``CheckpointError`` where what is to be drawn could not be; nothing is loaded."""
+    if config.uses_solver:
+        pipeline.choose_solver(config.solver)
+    read_sample_prompts(config.sample_prompts)
+
+
+def read_sample_prompts(given: Sequence[str]) -> list[str]:
+    """Return prompts; the name of a file stands for its lines."""
+    found = []
+    for each in given:
+        if not os.path.isfile(each):  # noqa: PTH113  pathlib raises for a prompt that is too long for a path
+            found.append(each)
+            continue
+        lines = open_prompts(each)
+        if len(lines) > _MOST_OF_A_FILE:
+            raise UsageError(
+                f"--sample-prompts {each} has {len(lines)} prompts.",
+                why="all of them are drawn each time.",
+                fix=f"Give a file of at most {_MOST_OF_A_FILE} lines.",
+            )
+        found += [lines.prompt(index) for index in range(len(lines))]
+    return found
 
 
 class Captioned(Protocol):
@@ -101,15 +130,16 @@ class Studio:
         if not config.sample_prompts:
             chosen = range(min(_DEFAULT_SAMPLES, len(samples)))
             return self._drawing(samples, chosen, samples.latent_shape(0))
+        prompts = read_sample_prompts(config.sample_prompts)
         text = encode_prompts(
             self.pipeline.part("text_encoder"),
             self.pipeline.part("tokenizer"),
-            config.sample_prompts,
+            prompts,
             device=self.device,
             dtype=find_dtype(config.dtype, self.device),
         ).float()
         text = trim_padding(text) if samples.trims_text else text
-        return self._make(config.sample_prompts, text, samples.empty_text, samples.latent_shape(0))
+        return self._make(prompts, text, samples.empty_text, samples.latent_shape(0))
 
     def draw_captions(self, samples: Captioned, limit: int) -> list[Drawing]:
         """Return the first captions, those of each size together."""
@@ -130,7 +160,7 @@ class Studio:
             latent_shape=shape,
             num_steps=self.config.sample_steps,
             shift=self.shift,
-            solver=self.pipeline.solver,
+            solver=self.pipeline.choose_solver(self.config.solver),
             cfg_scale=self.config.cfg_scale,
             seed=self.config.seed,
             dtype=self.dtype,

@@ -250,7 +250,9 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed + 1)
         critic = PatchCritic(base_width=config.critic_width)
-    return vae, Role("critic", critic.to(job.device).train(), is_trained=True, advice=_critic_advice(job))
+    critic.to(job.device).train()
+    flags = f"--critic-width {config.critic_width}"
+    return vae, Role("critic", critic, is_trained=True, advice=_critic_advice(job), flags=flags)
 
 
 def _vae_advice(job: _Job) -> Advice:

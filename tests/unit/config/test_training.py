@@ -61,6 +61,7 @@ def test_what_does_not_go_together_in_train(fields, message):
         ({"gan_training": True, "gan_start": -1}, "--gan-start -1 is out of range"),
         ({"gan_start": 4}, "--gan-start changes nothing without --gan-training"),
         ({"lambda_rec": 0.0}, "--lambda-rec 0 was given without LPIPS"),
+        ({"lambda_rec": 0.0, "use_lpips": True, "lambda_lpips": 0.0}, "--lambda-rec 0 and --lambda-lpips 0 were both given"),
         (
             {"lambda_rec": 0.0, "use_lpips": True, "high_frequency_weight": 1.0},
             "--high-frequency-weight changes nothing without --lambda-rec",

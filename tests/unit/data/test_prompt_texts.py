@@ -135,6 +135,30 @@ def test_the_size_is_known_before(tiny_folder, file, no_encoder, monkeypatch):
     assert plan.num_bytes == sum(stored)
 
 
+def test_very_many_prompts_are_looked_at_part_by_part(tiny_folder, numbered, monkeypatch, encoded_texts, no_encoder):
+    """The first are encoded before the last are read; each prompt once, whichever parts it is in."""
+    monkeypatch.setattr(module, "_PART_PROMPTS", 16)
+    texts, seen = open_texts(numbered, tiny_folder), []
+    monkeypatch.setattr(module, "_COUNTED_PROMPTS", 8)
+    want = PromptTexts._want
+    monkeypatch.setattr(PromptTexts, "_want", lambda self, part: seen.append(len(encoded_texts)) or want(self, part))
+    numbers = [*range(60), 1, 2, 3]
+    plan = texts.ensure(numbers, device=CPU)
+    assert (plan.num_missing, plan.is_exact) == (63, False)
+    assert len(encoded_texts) == len(set(encoded_texts)) == 61
+    assert 17 in seen, "the second part is looked at when the first is encoded"
+    no_encoder()
+    open_texts(numbered, tiny_folder).ensure(numbers, device=CPU)
+
+
+def test_of_very_many_prompts_repeats_are_foreseen(tiny_folder, tmp_path, monkeypatch):
+    """A disk that has room for what is different is not refused for what is said again and again."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"thing number {number}\n" for number in np.random.default_rng(0).integers(50, size=4000)))
+    monkeypatch.setattr(module, "_PART_PROMPTS", 2048)
+    assert open_texts(file, tiny_folder).plan(range(4000)).num_prompts == pytest.approx(50, rel=0.2)
+
+
 def test_the_size_of_many_prompts_follows_from_some(tiny_folder, numbered, monkeypatch):
     texts = open_texts(numbered, tiny_folder)
     exact = texts.plan(range(60))

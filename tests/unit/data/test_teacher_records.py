@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.teacher_records import RecordPlan, Records, RecordSamples, Shard, TeacherRecords
 from wandistiller.distributed.ranks import Ranks
-from wandistiller.errors import OutOfRoomError, UsageError
+from wandistiller.errors import CheckpointError, OutOfRoomError, UsageError
 
 ALONE = Ranks(0, 1, 0)
 SHAPE = (2, 1, 3, 3)
@@ -80,6 +81,28 @@ def test_a_damaged_shard_is_made_again(tmp_path, damage):
     assert all(torch.equal(again.read(index)["noisy"], value) for index, value in enumerate(before))
 
 
+def test_a_record_that_has_changed_is_refused_when_it_is_read(tmp_path):
+    records = TeacherRecords(tmp_path / "r", plan())
+    records.fill(ask, ALONE)
+    path = tmp_path / "r" / records.plan.shards[1].file_name
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1  # in the last record's latents, the narrowest numbers, which come last
+    path.write_bytes(content)
+    again = TeacherRecords(tmp_path / "r", plan())
+    again.fill(lambda shard: pytest.fail("all shards are there"), ALONE)
+    assert again.read(6)["item"] == 6
+    with pytest.raises(CheckpointError, match=r"(?s)is damaged.*record 3 .*Remove this file"):
+        again.read(7)
+
+
+def test_records_without_a_checksum_are_taken_as_they_are(tmp_path):
+    records = TeacherRecords(tmp_path / "r", plan())
+    records.fill(ask, ALONE)
+    path = tmp_path / "r" / records.plan.shards[0].file_name
+    save_file({name: value for name, value in load_file(path).items() if name != "checksum"}, path)
+    assert TeacherRecords(tmp_path / "r", plan()).read(2)["item"] == 2
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"about"', "{}"])
 def test_a_marker_that_cannot_be_read_is_none(tmp_path, content):
     records = TeacherRecords(tmp_path / "r", plan())
@@ -106,7 +129,7 @@ def test_what_there_is_to_ask_is_said_before(tmp_path, capsys):
 
     with pytest.raises(KeyboardInterrupt):
         TeacherRecords(tmp_path / "r", plan()).fill(failing, ALONE)
-    assert "10 answers of the teacher, 10 to ask for: 920 B in" in capsys.readouterr().err
+    assert "10 answers of the teacher, 10 to ask for: 1000 B in" in capsys.readouterr().err
 
 
 def test_records_of_something_else_are_refused(tmp_path):
@@ -118,7 +141,7 @@ def test_records_of_something_else_are_refused(tmp_path):
 
 def test_the_size_is_known_before_and_checked(tmp_path, monkeypatch):
     records = TeacherRecords(tmp_path / "r", plan(shards=1000))
-    assert records.plan.num_bytes() == 3998 * (2 * 2 * 18 + 4 + 8 + 8)
+    assert records.plan.num_bytes() == 3998 * (2 * 2 * 18 + 4 + 8 + 8 + 8)
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 1000})())
     with pytest.raises(OutOfRoomError, match="the disk has"):
         records.fill(ask, ALONE)

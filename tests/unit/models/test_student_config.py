@@ -110,7 +110,13 @@ def test_layers_are_filled_in_later(read):
         ({"hidden_size": 50, "num_heads": 4}, "does not divide into 4 heads"),
         # 48 makes heads of 16, which are even; 51 would make 17. Of 25 heads each would have 2 channels, too few.
         ({"hidden_size": 50, "num_heads": 3}, "such as 48, or another number of heads, such as 1"),
-        ({"hidden_size": 50, "num_heads": 20}, "such as 120, or another number of heads, such as 5"),
+        # 20 heads of 6 would be wider than the teacher, as would 17 heads of 6; 15 of them are not.
+        ({"hidden_size": 50, "num_heads": 20}, "Choose another number of heads, such as 5"),
+        ({"hidden_size": 94, "num_heads": 15}, "a multiple, such as 90, or another number of heads, such as 1"),
+        ({"hidden_size": 96, "num_heads": 7}, "a multiple, such as 84"),
+        ({"hidden_size": 95, "attention_head_dim": 64}, "such as 64"),
+        ({"hidden_size": 95, "attention_head_dim": 128}, "Choose smaller heads"),
+        ({"hidden_size": 1000000007, "num_heads": 12}, "of 1000000007, its teacher of 96"),
         ({"hidden_size": 50}, "does not divide into heads of 24"),
         ({"hidden_size": 12}, "does not divide into heads of 24"),
         ({"hidden_size": 60, "num_heads": 4}, "heads have 15 channels"),
@@ -180,6 +186,7 @@ def test_how_much_the_vae_compresses_counts(read):
         ("student.json", b"{", "cannot be read"),
         ("student.json", b'{"depth": "\xff"}', "cannot be read"),
         ("student.json", b"[]", "named values"),
+        ("student.json", b'{"depth": 2, "depth": 3}', "'depth' stands there more than once"),
         ("student.toml", b"depth", "cannot be read"),
         ("student.yaml", b"", "neither"),
     ],

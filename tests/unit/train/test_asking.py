@@ -85,7 +85,7 @@ def test_what_was_encoded_is_in_their_names(asked, other_pipeline, tmp_path, nam
     assert set(files(job, open_questions(job))).isdisjoint(before) != is_same
 
 
-@pytest.mark.parametrize("name", ["second expert", "boundary", "solver"])
+@pytest.mark.parametrize("name", ["second expert", "boundary", "solver", "--solver"])
 def test_all_of_a_teacher_of_two_experts_is_in_their_names(two_expert_folder, tiny_folder, tmp_path, name):
     folder = tmp_path / "pipeline"
     shutil.copytree(two_expert_folder, folder)
@@ -98,9 +98,10 @@ def test_all_of_a_teacher_of_two_experts_is_in_their_names(two_expert_folder, ti
     elif name == "boundary":
         index = json.loads((folder / "model_index.json").read_text())
         (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.5}))
-    else:
+    elif name == "solver":
         shutil.copytree(tiny_folder / "scheduler", folder / "scheduler", dirs_exist_ok=True)
-    job = prepare(tmp_path, **{**PROMPTS, "teacher_path": str(folder)})
+    asked = {"solver": "unipc"} if name == "--solver" else {}
+    job = prepare(tmp_path, **{**PROMPTS, "teacher_path": str(folder)}, **asked)
     assert set(files(job, open_questions(job))).isdisjoint(before)
 
 

@@ -397,7 +397,7 @@ def test_a_state_of_another_training_is_refused(tmp_path):
     make_loop(tmp_path, steps=2).run()
     other = make_loop(tmp_path, steps=4)
     other.method.student.model[0].bias.requires_grad_(False)
-    with pytest.raises(TrainingError, match=r"another training: 0\.bias"):
+    with pytest.raises(UsageError, match=r"another training: 0\.bias"):
         other.load(load_state(other._saves.states.newest()))
 
 
@@ -405,7 +405,7 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     make_loop(tmp_path, steps=2).run()
     method = ToyMethod()
     method.student.model[3] = torch.nn.Linear(8, 2)
-    with pytest.raises(TrainingError, match=r"another training: 3\.bias, 3\.weight of role 'student' do not match"):
+    with pytest.raises(UsageError, match=r"another training: 3\.bias, 3\.weight of role 'student' do not match"):
         make_loop(tmp_path, steps=4, method=method, resume=True)
 
 
@@ -417,7 +417,7 @@ class WithCritic(ToyMethod):
 
 def test_a_role_that_the_state_does_not_have_is_named(tmp_path):
     make_loop(tmp_path, steps=2).run()
-    with pytest.raises(TrainingError, match="another training: it has no role 'critic'"):
+    with pytest.raises(UsageError, match="another training: it has no role 'critic'"):
         make_loop(tmp_path, steps=4, method=WithCritic(), resume=True)
 
 
@@ -434,7 +434,7 @@ def test_weights_that_mean_something_else_are_refused(tmp_path):
         return found
 
     make_loop(tmp_path, steps=2, method=method("--scale 1")).run()
-    with pytest.raises(TrainingError, match="made with --scale 1, and this one has --scale 2"):
+    with pytest.raises(UsageError, match="made with --scale 1, and this one has --scale 2"):
         make_loop(tmp_path, steps=4, method=method("--scale 2"), resume=True)
     state = load_state(tmp_path / "step-00000002")
     state.facts.pop("roles")  # of an earlier version
@@ -488,7 +488,7 @@ def test_other_data_are_refused(tmp_path, change, message):
 def test_the_state_of_another_optimiser_is_refused(tmp_path, before, after, message):
     dtype = torch.bfloat16 if "rounding" in {**before, **after} else torch.float32
     make_loop(tmp_path, steps=2, method=ToyMethod(dtype=dtype), **before).run()
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(UsageError, match=message):
         make_loop(tmp_path, steps=4, method=ToyMethod(dtype=dtype), **after, resume=True)
 
 
