@@ -383,6 +383,9 @@ def test_a_pipeline_without_a_scheduler_is_refused(tmp_path, tiny_folder):
         ({"lora_rank": 4}, {"lora_rank": 8}, "--lora-rank 4 .* this one has --expert high --lora-rank 8"),
         ({"lora_rank": 4}, {"lora_rank": 4, "lora_alpha": 8}, "--lora-alpha 4 .* this one has .* --lora-alpha 8"),
         ({"lora_rank": 4}, {"lora_rank": 4, "ckpt_path": "transformer_2"}, "beside weights .* this one has .* beside weights"),
+        ({}, {"optimizer": "adafactor"}, "--optimizer adamw, and this one has --optimizer adafactor"),
+        ({}, {"weights_dtype": "bfloat16"}, "this one has --optimizer adamw --weights-dtype bfloat16 --rounding masters"),
+        ({}, {"placement": "offload"}, "this one has --optimizer adamw --placement offload"),
     ],
 )
 def test_a_state_whose_weights_mean_something_else_is_refused(tmp_path, two_expert_folder, before, after, message):
@@ -391,7 +394,8 @@ def test_a_state_whose_weights_mean_something_else_is_refused(tmp_path, two_expe
     if "ckpt_path" in after:
         after = {**after, "ckpt_path": two_expert_folder / after["ckpt_path"]}
     with pytest.raises(UsageError, match=message):
-        train(**{**options, **after}, num_steps=2, resume="auto")
+        train(**{**options, **after}, num_steps=2, resume="auto", cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists(), "nothing has been encoded"
 
 
 def test_a_run_that_is_over_says_so(tmp_path, capfd):

@@ -1,9 +1,12 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from wandistiller.errors import OutputError, UsageError
-from wandistiller.files import check_can_write, complete_or_absent
+from wandistiller.files import check_can_write, complete_or_absent, only_writer
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path):
@@ -67,3 +70,35 @@ def test_a_place_that_cannot_be_written_is_found_beforehand(tmp_path):
 def test_a_folder_that_nobody_can_make_is_found_beforehand():
     with pytest.raises(UsageError, match="cannot be written"):
         check_can_write(Path("/proc/x/y"))
+
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from wandistiller.files import only_writer
+with only_writer(Path(sys.argv[1])):
+    if os.fork() == 0:  # a child that lives on has no part in it
+        sys.stdin.read()
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs the locks of a Unix")
+def test_one_process_at_a_time_writes_to_a_folder(tmp_path):
+    run = tmp_path / "run"
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        number = other.stdout.readline().strip()
+        with pytest.raises(UsageError, match=f"run is being written to by process {number} on"), only_writer(run):
+            pass
+        other.kill()
+        other.wait()
+        with only_writer(run):  # what was killed has left its file, and no lock
+            assert (run / ".lock").exists()
+    finally:
+        other.stdin.close()
+    assert list(run.iterdir()) == []
+    with only_writer(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists(), "nothing was written to it"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -48,15 +49,31 @@ from wandistiller.train.callbacks import Callback
 from wandistiller.train.ema import MovingAverage, in_use
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.held_out import MeasureHeldOut
-from wandistiller.train.host_optimisation import HostOptimisation
+from wandistiller.train.host_optimisation import ON_HOST_FLAGS, HostOptimisation
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
-from wandistiller.train.optimisation import MixedPrecision, Optimisation, Optimises, travels_in
+from wandistiller.train.optimisation import (
+    OTHER_WEIGHTS,
+    MixedPrecision,
+    Optimisation,
+    Optimises,
+    optimiser_flags,
+    refuse_other_flags,
+    travels_in,
+)
 from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies, going_on
-from wandistiller.train.runs import Run, choose_precision, exit_code, own_folder, prepare_device, prepare_parallel
+from wandistiller.train.runs import (
+    Run,
+    choose_precision,
+    exit_code,
+    own_folder,
+    prepare_device,
+    prepare_parallel,
+    saved_facts,
+)
 from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
 from wandistiller.train.studio import Studio, check_drawing
 from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data, prepare_held_out
@@ -122,6 +139,9 @@ def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     settled = as_settled(config, job.parallel)
     remedies = going_on(config.output_dir, lambda failure: find_remedies(settled, _shapes(job), failure))
     monitor = Monitor([job.device], remedies)
+    before = saved_facts(config, ranks)
+    if before is not None:
+        _check_goes_on(job, before.facts)
     # Both are looked at before either is encoded.
     training = prepare_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
     validation = prepare_held_out(config, config.model, job.device)
@@ -237,6 +257,17 @@ def _flags(job: _Job) -> str:
         alpha = config.lora_alpha or config.lora_rank
         flags.append(f"--lora-alpha {alpha} beside weights {fingerprint_model(job.transformer)[:12]}")
     return " ".join(flags)
+
+
+def _check_goes_on(job: _Job, saved: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for a state that this training cannot go on from, as far as it is known before weights are read."""
+    config = job.config
+    refuse_other_flags(saved.get("roles", {}).get("student", {}), _flags(job), OTHER_WEIGHTS)
+    optimiser = saved.get("optimisers", {}).get("student", {})
+    if config.lora_rank or config.placement == "auto":
+        return  # where the optimiser will be is not known yet
+    on_device = optimiser_flags(config.optimizer_name, config.rounding, is_short=job.dtype.itemsize < 4)
+    refuse_other_flags(optimiser, ON_HOST_FLAGS if config.placement == "offload" else on_device)
 
 
 def _beside_weights(job: _Job, data: EncodedData) -> Bytes | None:

@@ -31,7 +31,7 @@ from wandistiller.memory.streaming import BlockStream
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, refuse_other_flags
 from wandistiller.train.schedules import rate_factor
 
-_FLAGS = "--optimizer adamw --placement offload"
+ON_HOST_FLAGS = "--optimizer adamw --placement offload"
 
 
 @dataclass
@@ -196,14 +196,14 @@ class HostOptimisation:
         for block in self._blocks:
             for kind, flat in block.state.items():
                 tensors |= {f"{kind}.{name}": block.of_member(flat, index) for index, name in enumerate(block.names)}
-        return tensors, {"flags": _FLAGS, "rest": facts, "number": self._number}
+        return tensors, {"flags": ON_HOST_FLAGS, "rest": facts, "number": self._number}
 
     def like(self, key: str) -> Tensor | None:
         return None
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Take up a state again."""
-        refuse_other_flags(facts, _FLAGS)
+        refuse_other_flags(facts, ON_HOST_FLAGS)
         prefix = "rest."
         rest = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         self._rest.load_state(rest, facts["rest"])

@@ -31,7 +31,7 @@ from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.data_place import DataPlaces
 from wandistiller.train.method import Losses, Method, Role, Turn
-from wandistiller.train.optimisation import MixedPrecision, Optimises, autocast, refuse_other_flags
+from wandistiller.train.optimisation import OTHER_WEIGHTS, MixedPrecision, Optimises, autocast, refuse_other_flags
 from wandistiller.train.random_states import random_states, set_random_states
 from wandistiller.train.saves import Saves
 from wandistiller.train.step_clock import StepClock
@@ -243,7 +243,7 @@ class Loop:
             self._say(found.note)
         flags = state.facts.get("roles", {})
         for name, role in self.method.roles.items():
-            refuse_other_flags(flags.get(name, {}), role.flags, "its weights mean something else with these.")
+            refuse_other_flags(flags.get(name, {}), role.flags, OTHER_WEIGHTS)
             values = state.part(f"roles/{name}")
             _refuse_other_weights(role, values)
             # Through the model, which knows where its weights are.

@@ -45,6 +45,15 @@ def autocast(precision: MixedPrecision, device: torch.device, *, caches: bool = 
     return torch.autocast(device.type, dtype=dtype, cache_enabled=caches)
 
 
+OTHER_WEIGHTS = "its weights mean something else with these."
+"""Why a role's state is refused where it was made with other flags."""
+
+
+def optimiser_flags(name: str, rounding: str, *, is_short: bool) -> str:
+    """Return what a state of an optimiser on the device belongs to; ``is_short`` are weights of 16 bits."""
+    return f"--optimizer {name}" + (f" --weights-dtype bfloat16 --rounding {rounding}" if is_short else "")
+
+
 def refuse_other_flags(
     facts: Mapping[str, Any], flags: str, why: str = "the optimiser's state is of no use to another kind."
 ) -> None:
@@ -112,9 +121,7 @@ class Optimisation:
         # float16 gradients below 6e-8 would vanish, so the loss is scaled up and gradients down again.
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         is_short = {name for name, parameter in self.parameters.items() if parameter.dtype.itemsize < 4}
-        self._flags = f"--optimizer {options.name}"
-        if is_short:
-            self._flags += f" --weights-dtype bfloat16 --rounding {options.rounding}"
+        self._flags = optimiser_flags(options.name, options.rounding, is_short=bool(is_short))
         self._masters: dict[str, nn.Parameter] = {}
         if is_short and options.rounding == "masters":
             self._masters = {name: nn.Parameter(self.parameters[name].detach().float()) for name in is_short}

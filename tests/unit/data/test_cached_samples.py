@@ -58,3 +58,10 @@ def test_sigmas_are_those_of_the_distribution_and_noise_is_normal(open_samples):
     assert float((sigmas - expected).abs().max()) < 0.03
     noise = torch.stack([each["noise"] for each in found])
     assert float(noise.mean()) == pytest.approx(0, abs=0.01) and float(noise.std()) == pytest.approx(1, abs=0.01)
+
+
+def test_a_caption_that_is_edited_meanwhile_changes_nothing(open_samples, monkeypatch):
+    """It was encoded before; whoever trains for weeks may write on."""
+    samples = open_samples(0.0, False)
+    monkeypatch.setattr(WorldSource, "caption", lambda self, index: "something else")
+    assert float(samples.text(1)[0, 0]) == 3.0

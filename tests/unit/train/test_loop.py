@@ -84,6 +84,16 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, optimiser, 
     assert rest.method.seen == straight.method.seen[4 * accumulation :]
 
 
+def test_metrics_of_an_interval_that_was_cut_are_of_all_of_it(tmp_path):
+    whole, rest = Collect(), Collect()
+    make_loop(tmp_path, steps=8, save_every=3, log_every=4, callbacks=[whole]).run()
+    loop = make_loop(steps=8, log_every=4, callbacks=[rest])
+    loop.load(load_state(tmp_path / "step-00000003"))
+    loop.run()
+    assert [values["loss"] for values in rest.values] == [values["loss"] for values in whole.values]
+    assert len(rest.values) == 2
+
+
 def test_random_numbers_of_every_kind_go_on(tmp_path):
     class Draw(Callback):
         def stepped(self, loop):

@@ -48,6 +48,16 @@ def test_the_state_to_go_on_from(tmp_path):
         find_state(str(tmp_path / "half"), empty)
 
 
+@pytest.mark.parametrize("name", ["model", "lora", "vae"])
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_result_whose_states_are_gone_is_not_replaced(tmp_path, name, resume):
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=f"{name} stands there already"):
+        find_state(resume, TrainingStates(tmp_path / "states", keep=1))
+    states = states_with(tmp_path, 2)
+    assert find_state("auto", states) == tmp_path / "states" / "step-00000002"
+
+
 def test_a_job_that_was_started_again_goes_on_from_its_own_states_alone(tmp_path):
     """What lay in the folder before is as forbidden as at the start, and a state that was named counts until one is saved."""
     empty, states = TrainingStates(tmp_path / "none" / "states", keep=1), states_with(tmp_path, 1, 2)
