@@ -3,7 +3,8 @@
 What is looked at is memory *after* a step, when all that a step needs is gone. Each bucket of shapes has its own level, taken
 from its first observation, and only what rises above that counts; where hardly a bucket is seen twice, memory itself does. The
 steps are cut into windows; if the least of each window rises from one to the next more often than chance allows, that is a
-leak, and its size a step is the slope through them.
+leak, and its size a step is the slope through them. Looked at are all steps, and the last half, quarter and
+eighth of them: a leak may begin late.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from dataclasses import dataclass, field
 from wandistiller.units import Bytes
 
 NUM_WINDOWS = 8
-# Of the 28 pairs of windows, how many more must rise than fall. By chance that happens to 1 in 400 (Mann-Kendall), and to 1 in
-# 5,000 where sizes of different buckets are compared, which differ by chance for certain.
-SIGNIFICANT_RISES = 22
-SIGNIFICANT_RISES_OF_ALL = 26
+# Of the 28 pairs of windows, how many more must rise than fall, in all steps and in some of them. By chance that happens to 1 in
+# 5,000 (Mann-Kendall) and to 1 in 40,000: the question is asked again and again.
+SIGNIFICANT_RISES = {1: 26, 2: 28, 4: 28, 8: 28}
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,18 @@ class LeakWatch:
 
     def leaks(self) -> list[Leak]:
         """Return what has grown so far."""
-        found = map(self._trend, self._memory)
+        found = map(self._leak, self._memory)
         return [leak for leak in found if leak is not None]
 
-    def _trend(self, kind: str) -> Leak | None:
+    def _leak(self, kind: str) -> Leak | None:
         excess, memory = self._excess[kind], self._memory[kind]
-        has_levels = 2 * len(excess) > len(memory)
-        points = excess if has_levels else memory
+        points = excess if 2 * len(excess) > len(memory) else memory
+        trends = (
+            self._trend(kind, points[len(points) - len(points) // part :], enough) for part, enough in SIGNIFICANT_RISES.items()
+        )
+        return next((leak for leak in trends if leak is not None), None)
+
+    def _trend(self, kind: str, points: list[tuple[int, int]], enough: int) -> Leak | None:
         if len(points) < 4 * NUM_WINDOWS:
             return None
         size = len(points) / NUM_WINDOWS
@@ -96,7 +101,6 @@ class LeakWatch:
         slope = statistics.median((later - earlier) / (end - start) for (start, earlier), (end, later) in pairs)
         leak = Leak(kind, slope, points[0][0], points[-1][0])
         tolerance = self.tolerances.get(kind, self.tolerance)
-        enough = SIGNIFICANT_RISES if has_levels else SIGNIFICANT_RISES_OF_ALL
         if rises < enough or min(lows[-1][1] - lows[0][1], leak.total) <= tolerance:
             return None
         return leak

@@ -27,6 +27,25 @@ def test_a_leak_is_found_and_measured(each, noise):
     assert f"grows by {'2.0 KiB' if each == 2000 and not noise else ''}" in str(leak)
 
 
+@pytest.mark.parametrize("start", [2000, 3200])
+def test_a_leak_that_begins_late_is_found_and_measured(start):
+    (leak,) = watch(lambda step: 10**9 + 50_000 * max(step - start, 0))
+    assert leak.bytes_per_step == pytest.approx(50_000, rel=0.01)
+    assert leak.since_step >= start
+
+
+@pytest.mark.parametrize("is_high_water", [False, True])
+def test_noise_is_no_leak_however_often_one_asks(is_high_water):
+    """What rises by chance is asked about every hundred steps, and memory of which an allocator keeps the most never falls."""
+    for seed in range(20):
+        rng, most, observer = random.Random(seed), 0.0, LeakWatch(warmup_steps=100)
+        for step in range(0, 4000, 10):
+            noise = rng.gauss(0, 30 * MIB)
+            most = max(most, noise)
+            observer.observe(step, "device", int(10**9 + (most if is_high_water else noise)))
+            assert step % 100 or observer.leaks() == []
+
+
 def test_a_sawtooth_that_rises_is_a_leak():
     """As a collector that frees most of it every hundred steps."""
     (leak,) = watch(lambda step: 10**9 + 3000 * step + 10 * MIB * (step % 100))
