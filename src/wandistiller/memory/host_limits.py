@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,33 @@ def available_host_memory() -> Bytes:
     """Return what this process may still take: of the host, and of every share that it is part of."""
     left = (limit - used for limit, used in _cgroup_limits())
     return Bytes(max(min([psutil.virtual_memory().available, *left]), 0))
+
+
+def peak_of_process() -> Bytes:
+    """Return the most that this process has had since ``forget_peak_of_process``; 0 where the system does not tell."""
+    if not _forgets_peaks():
+        return Bytes(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return Bytes(next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0))
+
+
+def forget_peak_of_process() -> None:
+    """Let the peak be what is there now."""
+    if _forgets_peaks():
+        _FORGET.write_text("5")
+
+
+_FORGET = Path("/proc/self/clear_refs")
+
+
+@functools.cache
+def _forgets_peaks() -> bool:
+    """Say whether this is a Linux that lets a process forget its peak, which not every container does."""
+    try:
+        _FORGET.write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from wandistiller.units import Bytes
 
 NUM_WINDOWS = 8
-# Of the 28 pairs of windows, how many more must rise than fall, in all steps and in some of them. By chance that happens to 1 in
-# 5,000 (Mann-Kendall) and to 1 in 40,000: the question is asked again and again.
+# Of the 28 pairs of windows, how many more must rise than fall, in all steps and in some of them. By chance that happens to 1
+# in 5,000 (Mann-Kendall) and to 1 in 40,000: the question is asked again and again.
 SIGNIFICANT_RISES = {1: 26, 2: 28, 4: 28, 8: 28}
 
 

@@ -19,7 +19,12 @@ import torch
 from wandistiller import doing
 from wandistiller.memory.advice import Remedy, in_order
 from wandistiller.memory.host import page_locked_bytes
-from wandistiller.memory.host_limits import available_host_memory, total_host_memory
+from wandistiller.memory.host_limits import (
+    available_host_memory,
+    forget_peak_of_process,
+    peak_of_process,
+    total_host_memory,
+)
 from wandistiller.memory.out_of_memory import Failure, note_failure
 from wandistiller.terminal import say
 from wandistiller.units import Bytes
@@ -73,7 +78,8 @@ def device_memory(device: torch.device) -> DeviceMemory:
         held = Bytes(torch.mps.driver_allocated_memory())
         return DeviceMemory(Bytes(allocated), held, held, held, Bytes(max(total - held, 0)), Bytes(total))
     used = Bytes(psutil.Process().memory_info().rss)
-    return DeviceMemory(used, used, used, used, available_host_memory(), total_host_memory())
+    most = max(used, peak_of_process())
+    return DeviceMemory(used, used, most, most, available_host_memory(), total_host_memory())
 
 
 def memory_line(device: torch.device) -> str:
@@ -131,7 +137,10 @@ class Monitor:
             self._phases.pop()
 
     def observe(self) -> dict[str, float]:
-        """Return the numbers for metrics, in gigabytes, and warn once if a device is nearly full."""
+        """Return the numbers for metrics, in gigabytes, and warn once if a device is nearly full.
+
+        Beside those of now there is, for each phase so far, the most that was in use on each device.
+        """
         self._fold_peak()
         found = {"memory/host_gb": psutil.Process().memory_info().rss / 1e9, "memory/page_locked_gb": page_locked_bytes() / 1e9}
         for device in self.devices:
@@ -140,6 +149,8 @@ class Monitor:
             memory = device_memory(device)
             for name in ("allocated", "reserved", "peak", "others"):
                 found[f"memory/{device}/{name}_gb"] = getattr(memory, name) / 1e9
+        for (phase, name), memory in self.peaks.items():
+            found[f"memory/{name}/peak_in_{phase.replace(' ', '_')}_gb"] = memory.peak / 1e9
         for device in self.devices:
             self._warn_if_full(device)
         return found
@@ -177,6 +188,8 @@ class Monitor:
             if device.type == "cuda":
                 torch.cuda.init()  # else this fails where nothing has used the device yet
                 torch.cuda.reset_peak_memory_stats(device)
+            elif device.type == "cpu":
+                forget_peak_of_process()
 
     def _fold_peak(self) -> None:
         if not self._phases:

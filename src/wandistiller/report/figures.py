@@ -38,7 +38,8 @@ def _all_charts(metrics: Metrics) -> Iterator[Chart]:
 
 
 def _memory_charts(metrics: Metrics) -> Iterator[Chart]:
-    names = [name for name in metrics.names if name.startswith("memory/")]
+    # The peak of a phase is the same in all lines after it.
+    names = [name for name in metrics.names if name.startswith("memory/") and "/peak_in_" not in name]
     unit, factor = ("minutes", 1) if metrics.minutes >= 2 else ("seconds", 60)
 
     def over_time(name: str) -> list[tuple[float, float]]:

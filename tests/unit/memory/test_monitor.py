@@ -84,6 +84,18 @@ def test_what_a_phase_held_and_gave_back_counts(monkeypatch):
     assert (found.peak, found.peak_reserved) == (7, 9)
 
 
+@pytest.mark.skipif(not host_limits._forgets_peaks(), reason="needs a Linux that tells the peak of a process")
+def test_the_peak_of_a_phase_on_the_cpu_is_what_it_had_and_gave_back():
+    watch = Monitor([CPU])
+    for size in (3 * 2**26, 2**26):
+        with watch.phase(f"of {size}"):
+            before = psutil.Process().memory_info().rss
+            torch.ones(size, dtype=torch.uint8)
+        assert watch.peaks[f"of {size}", "cpu"].peak - before == pytest.approx(size, rel=0.1)
+    found = watch.observe()
+    assert found[f"memory/cpu/peak_in_of_{size}_gb"] == pytest.approx((before + size) / 1e9, rel=0.05)
+
+
 def test_a_full_device_is_told_once_with_what_would_help(monkeypatch):
     free, said = [16], []
     monkeypatch.setattr(monitor, "device_memory", lambda device: memory(free=free[0], total=100))

@@ -105,6 +105,7 @@ def test_each_kind_of_number_has_a_chart():
         "memory/host_gb": 1.0,
         "memory/page_locked_gb": 0.0,
         "memory/cuda:0/peak_gb": 2.0,
+        "memory/cuda:0/peak_in_training_gb": 2.0,
         "memory/cuda:0/others_gb": None,
     }
     charts = {chart.title: [series.name for series in chart.series] for chart in choose_charts(Metrics([line]))}
