@@ -148,7 +148,7 @@ def joined(device: torch.device, timeout_seconds: float = 1800.0, *, needs_group
         # Only after success: a rank that failed must not wait for the others. Until all are here, this one is still alive.
         ranks.wait()
     except RuntimeError as error:
-        if "timed out" not in str(error).lower():
+        if not any(sign in str(error).lower() for sign in ("timed out", "timeout")):
             raise
         raise watch.waited_in_vain(timeout_seconds) from error
     finally:
