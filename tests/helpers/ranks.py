@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import socket
 from collections.abc import Callable
@@ -38,11 +39,31 @@ def start_ranks(count: int, function: Callable[..., Any], *arguments: Any, folde
     ]
 
 
+_PORTS_EACH = 16
+_numbers = itertools.count(os.getpid())
+
+
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Return a port that nobody listens on, nor on the next ones.
+
+    It is none of those that the system gives to connections, which could take it before the ranks listen there, and each
+    process of the suite has its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    for number in _numbers:
+        port = 12_000 + 5_000 * worker + _PORTS_EACH * (number % (5_000 // _PORTS_EACH))
+        if all(_is_free(port + each) for each in range(_PORTS_EACH)):
+            return port
+    raise AssertionError("numbers do not end")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _log(folder: Path, rank: int) -> Path:
