@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,11 +96,13 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[Measurement] = []
     for way in arguments.ways:
-        release()
-        rows.append(update(arguments.size, way, arguments.runs))
-        release()
-        rows.append(learn(arguments.learner, way, arguments.steps))
-        save("low-bit", rows, arguments.output)
+        for measured in (
+            partial(update, arguments.size, way, arguments.runs),
+            partial(learn, arguments.learner, way, arguments.steps),
+        ):
+            release()
+            rows.append(measured())
+            save("low-bit", rows, arguments.output)
 
 
 if __name__ == "__main__":

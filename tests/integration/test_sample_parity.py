@@ -81,6 +81,26 @@ def test_another_shift_and_no_guidance(tiny_folder, tmp_path, shift):
     torch.testing.assert_close(ours[0].latents, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_that_can_take_a_first_frame_draws_without_one_in_the_memory_of_any_other(tiny_folder, tmp_path, monkeypatch):
+    """diffusers gives each token a timestep of its own there, and so gigabytes to what blocks are modulated with."""
+    folder = tmp_path / "pipeline"
+    pipeline = WanPipeline.from_pretrained(tiny_folder)
+    pipeline.register_to_config(expand_timesteps=True)
+    pipeline.save_pretrained(folder)
+    expected = draw(folder, "a red ball", 9, 4, guidance_scale=4.0)
+    shapes, forward = [], WanTransformer3DModel.forward
+
+    def look(model, *args, **options):
+        shapes.append(tuple(options["timestep"].shape))
+        return forward(model, *args, **options)
+
+    monkeypatch.setattr(WanTransformer3DModel, "forward", look)
+    output = tmp_path / "latents.safetensors"
+    ours = sample(model=str(folder), prompt=("a red ball",), frames=9, steps=4, cfg_scale=4.0, output=output, **COMMON)
+    torch.testing.assert_close(ours[0].latents, expected, rtol=1e-5, atol=1e-5)
+    assert set(shapes) == {(1,)}
+
+
 def test_two_experts_with_euler_and_two_guidance_scales(two_expert_folder, tmp_path):
     ours = sample(
         model=str(two_expert_folder),

@@ -31,6 +31,8 @@ _CUDA = torch.device("cuda")
 TEXT_ROOM = Bytes(2**30)
 """What is left free on a card beside the text encoder's weights, for what it computes with and for what is there already."""
 _TEXT_TOKENS = 512
+CLIP_TOKENS = (224 // 14) ** 2 + 1
+"""What CLIP's ViT-H sees of a picture: its patches, and one for the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

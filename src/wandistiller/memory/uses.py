@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wandistiller.flow.path import data_from_velocity, interpolate
+from wandistiller.flow.path import NUM_TIMESTEPS, data_from_velocity, interpolate
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.kept import HostKeeper
 from wandistiller.memory.layout import lay_out, named_tensors, travelling
@@ -89,6 +89,10 @@ class Use:
     """Channels, frames, height, width."""
     batch_size: int = 1
     text_tokens: int = 512
+    image_tokens: int = 0
+    """What a picture is looked at with, beside the text."""
+    has_token_times: bool = False
+    """Whether each token has a timestep of its own, as where a first frame is given free of noise."""
     dtype: torch.dtype = torch.bfloat16
     """Of the weights and of what they are given."""
     trains: Trains = "nothing"
@@ -207,7 +211,7 @@ class Use:
         casts = nullcontext() if self.precision == "no" else torch.autocast("cpu", dtype=_SHORT[self.precision])
         with torch.set_grad_enabled(is_trained), casts:
             noisy = interpolate(latents, noise, sigma) if is_trained else latents
-            velocity = model(noisy.to(self.dtype), 1000 * sigma, text.to(self.dtype), return_dict=False)[0].float()
+            velocity = self.call(model, noisy, sigma, text)
             loss = (velocity - (noise - latents)).square().flatten(1).mean(1).mean() if is_trained else None
             if loss is not None and vae is not None and self.pixels is not None:
                 loss = loss + self.pixels.loss(vae, data_from_velocity(noisy, velocity, sigma), latents, sigma)
@@ -215,6 +219,23 @@ class Use:
             del velocity, noisy
         if loss is not None:
             loss.backward()
+
+    def call(self, model: nn.Module, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+        """Return the velocity in float32."""
+        times = NUM_TIMESTEPS * sigma
+        if self.has_token_times:
+            times = times[:, None].expand(-1, self.num_tokens)
+        picture = None
+        if self.image_tokens:
+            picture = text.new_zeros(self.batch_size, self.image_tokens, self.config["image_dim"], dtype=self.dtype)
+        velocity: Tensor = model(
+            hidden_states=noisy.to(self.dtype),
+            timestep=times,
+            encoder_hidden_states=text.to(self.dtype),
+            encoder_hidden_states_image=picture,
+            return_dict=False,
+        )[0]
+        return velocity.float()
 
     def changed(self, **changes: Any) -> Use:
         """Return another use."""

@@ -24,8 +24,8 @@ _SHIFT = (-0.030, -0.088, -0.188)
 _SCALE = (0.458, 0.448, 0.450)
 _EPSILON = 1e-10
 
-_PIXELS_TOGETHER = 128 * 128
-"""Pictures of fewer pixels are compared together: each call costs a GPU as much time as that many."""
+_PIXELS_TOGETHER = 256 * 256
+"""Pictures of fewer pixels are compared together: to launch a call takes a fast GPU longer than to compute as many."""
 
 SMALLEST_SIDE = 2 ** (len(VGG16_DEPTHS) - 1)
 """Fewest rows and columns that VGG16 can halve between its stages."""

@@ -281,13 +281,7 @@ def _filled(model: nn.Module, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def _call(model: nn.Module, use: Use, inputs: dict[str, Tensor]) -> Tensor:
-    velocity: Tensor = model(
-        hidden_states=inputs["latents"].to(use.dtype),
-        timestep=1000 * inputs["sigma"],
-        encoder_hidden_states=inputs["text"].to(use.dtype),
-        return_dict=False,
-    )[0]
-    return velocity.float()
+    return use.call(model, inputs["latents"], inputs["sigma"], inputs["text"])
 
 
 def _place(use: Use, placing: Placing, device: torch.device, ends: Ends) -> tuple[Placed, nn.Module]:

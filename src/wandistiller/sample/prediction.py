@@ -8,7 +8,7 @@ import torch
 
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.errors import UsageError
-from wandistiller.memory.encoder_phases import Decoding, Encoding, clip_phase, text_phase
+from wandistiller.memory.encoder_phases import CLIP_TOKENS, Decoding, Encoding, clip_phase, text_phase
 from wandistiller.memory.estimates import Estimate, Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.stage import Placing
@@ -80,6 +80,8 @@ def denoising_work(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
         name="transformer",
         config=transformer,
         latent_shape=(transformer["in_channels"], *latents[1:]),
+        image_tokens=CLIP_TOKENS if config.image is not None and transformer.get("image_dim") is not None else 0,
+        has_token_times=config.image is not None and transformer["in_channels"] == transformer["out_channels"],
         batch_size=config.batch_size,
         dtype=_dtype(config.dtype, hardware),
     )

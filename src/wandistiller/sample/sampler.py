@@ -331,14 +331,16 @@ def _predict(model: nn.Module, noisy: Tensor, timestep: float, text: Tensor, con
 
 
 def _timesteps(noisy: Tensor, timestep: float, conditioning: Conditioning, job: Job) -> Tensor:
-    """Return one timestep a sample, or one a token where the first frame is given free of noise."""
-    if not job.image.replaces_first_frame:
+    """Return one timestep a sample, or one a token where the first frame is given free of noise.
+
+    One a token takes gigabytes for long clips, so a clip without a first frame does without, whatever model draws it.
+    """
+    if conditioning.first_frame is None:
         return torch.full((noisy.shape[0],), timestep, device=noisy.device)
     patch_frames, patch_height, patch_width = job.transformers[0].config["patch_size"]
     frames, height, width = noisy.shape[2:]
     grid = torch.full((frames // patch_frames, height // patch_height, width // patch_width), timestep, device=noisy.device)
-    if conditioning.first_frame is not None:
-        grid[0] = 0
+    grid[0] = 0
     return grid.flatten().expand(noisy.shape[0], -1)
 
 

@@ -14,6 +14,7 @@ from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.hardware import described
 from wandistiller.memory.out_of_memory import Failure
+from wandistiller.memory.tape import NUM_BLOCKS
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import SIZES, TINY_VAE
 from wandistiller.plan import run
@@ -126,6 +127,30 @@ def test_a_first_frame_is_encoded_and_looked_at():
     config = SampleConfig(model="tiny", prompt=("a",), image="x.png", width=64, height=64, frames=5)
     names = [phase.name for phase in predict_sample(config, shapes, CARD).phases]
     assert names[:2] == ["encoding the picture", "looking at the picture"]
+
+
+def test_a_first_frame_gives_each_token_its_own_modulation():
+    options = {"model": "tiny", "prompt": ("a",), "width": 64, "height": 64, "frames": 81, "output": Path("a.mp4")}
+    without, given = (denoising_work(SampleConfig(**options, image=image), SHAPES, CARD) for image in (None, "x.png"))
+    plain, by_token = (work.phase(CARD, name="denoising") for work in (without, given))
+    values = 6 * given.use.width * given.use.num_tokens
+    # For all tokens, in 16 bits, and inside a block once more in float32 with the block's own added.
+    assert by_token.peak - plain.peak > values * (2 + 4)
+
+
+def test_what_clip_sees_of_a_picture_is_attended_to():
+    shapes = Shapes.of(TINY_VAE, {**TINY, "in_channels": 20, "image_dim": 16, "added_kv_proj_dim": 96})
+    work = denoising_work(SampleConfig(model="tiny", prompt=("a",), image="x.png", frames=5), shapes, CARD)
+    assert (work.use.image_tokens, work.use.has_token_times) == (257, False)
+    attended, unseen = (
+        sum(
+            kernel.flops * times for part in use.tape.parts for kernel, times in part.work.items() if kernel.kind == "attention"
+        )
+        for use in (work.use, work.use.changed(image_tokens=0))
+    )
+    # Two products of matrices for each token of the clip and each of the picture, in every block.
+    blocks = min(work.use.num_blocks, NUM_BLOCKS)
+    assert attended - unseen == 4 * work.use.num_tokens * 257 * work.use.width * blocks
 
 
 def test_a_job_is_told_by_its_steps_however_few_there_are():
