@@ -3,7 +3,8 @@
 python benchmarks/one_rank.py --output benchmarks/results [--size wan2.1-1.3b] [--small]
 
 With one rank there is nothing to send, so what is left is what cutting into slices and bringing together costs by itself.
-Weights are float32 with AdamW on the card, computed in bfloat16, activations recomputed.
+Weights are float32 with AdamW on the card, computed in bfloat16, activations recomputed. Beside the memory that each way takes
+stands what the planner says.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ from wandistiller.distributed.parallel import Parallel
 from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.hardware import described
+from wandistiller.memory.uses import Use
+from wandistiller.memory.works import Training
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, build_empty
 from wandistiller.train.method import Role
 from wandistiller.train.methods.finetune import FlowMatching
-from wandistiller.train.optimisation import Optimisation, OptimiserOptions, autocast, travels_in
+from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, autocast, travels_in
+from wandistiller.units import Bytes
 
 WAYS = ("plain", "in slices")
 LATENTS = {"wan2.1-1.3b": (9, 60, 104), "tiny": (1, 8, 8)}
@@ -33,7 +38,7 @@ MOST_RATIO = 1.03
 
 
 def measure_way(size: str, way: str, ranks: Ranks, runs: int) -> Measurement:
-    precision = "bf16" if DEVICE.type == "cuda" else "no"
+    precision: MixedPrecision = "bf16" if DEVICE.type == "cuda" else "no"
     config = SIZES[size].transformer
     release()
     with ExitStack() as ends:
@@ -66,7 +71,25 @@ def measure_way(size: str, way: str, ranks: Ranks, runs: int) -> Measurement:
                 sharding.end_backward(is_last=True)
             optimisation.step(0)
 
-        return measure(f"{size}, {'x'.join(map(str, LATENTS[size]))} latents, a step", way, step, warmup=3, runs=runs)
+        row = measure(f"{size}, {'x'.join(map(str, LATENTS[size]))} latents, a step", way, step, warmup=3, runs=runs)
+    row.note = f"planned {planned(size, way, precision)}"
+    return row
+
+
+def planned(size: str, way: str, precision: MixedPrecision) -> Bytes:
+    """Return what the planner says that a step reserves."""
+    config = SIZES[size].transformer
+    student = Use(
+        name="student",
+        config=config,
+        latent_shape=(config["in_channels"], *LATENTS[size]),
+        dtype=torch.float32,
+        trains="everything",
+        precision=precision,
+        policy="full",
+    )
+    training = Training(student=student, parallel="fsdp" if way == "in slices" else "ddp")
+    return training.phase(described(card="h200", host_memory=Bytes(2**37))).reserved
 
 
 def main() -> None:
@@ -82,6 +105,8 @@ def main() -> None:
     with joined(DEVICE, needs_group=True) as ranks:
         rows = [measure_way(size, way, ranks, arguments.runs) for way in WAYS]
     plain, sliced = rows
+    for row in rows:
+        print(f"{row.way}: {row.reserved_gib:.2f} GiB, {row.note}")
     if plain.seconds and sliced.seconds:
         print(f"in slices / plain: {sliced.seconds / plain.seconds:.3f} (at most {MOST_RATIO} is wanted)")
     if not arguments.small:

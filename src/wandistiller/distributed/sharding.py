@@ -22,13 +22,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from wandistiller.distributed.pieces import local, piece_of
+from wandistiller.models.devices import CAST_LAYERS
 
 # Nobody here changes what a model returns in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-
-
-_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Modules whose weights autocast casts."""
 
 
 class Sharding:
@@ -144,7 +141,7 @@ def _shard(
         parameter
         for module in _own_modules(unit)
         for parameter in module.parameters(recurse=False)
-        if (parameter.requires_grad and parameter.dtype != dtype) or (is_cast and not isinstance(module, _AUTOCAST))
+        if (parameter.requires_grad and parameter.dtype != dtype) or (is_cast and not isinstance(module, CAST_LAYERS))
     ]
     # What autocast casts on one card travels so, and autograd keeps no casts; gradients are added up in float32 all the same.
     policy = MixedPrecisionPolicy(autocast, torch.float32, cast_forward_inputs=False) if is_cast else MixedPrecisionPolicy()

@@ -18,6 +18,7 @@ from wandistiller.memory.layout import lay_out, named_tensors, travelling
 from wandistiller.memory.tape import BACKWARD, NUM_BLOCKS, Tape
 from wandistiller.memory.tracing import Recorder, mark_blocks, materialise, recording
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
+from wandistiller.models.devices import CAST_LAYERS
 from wandistiller.models.latents import denormalise
 from wandistiller.models.stored import TRANSFORMER, VAE, build_empty
 
@@ -100,6 +101,8 @@ class Use:
     """What is trained beside frozen weights."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """What is computed in 16 bits."""
+    comes_cast: bool = False
+    """Whether weights that autocast would cast are cast already where they are used, as ranks bring slices together."""
     policy: str = "none"
     to_host: bool = False
     is_compiled: bool = False
@@ -111,7 +114,7 @@ class Use:
     @cached_property
     def model(self) -> nn.Module:
         """The whole model on the meta device."""
-        key = (self._architecture, self.num_blocks, self.dtype, self.trains, self.adapters)
+        key = (self._architecture, self.num_blocks, self.dtype, self.trains, self.adapters, self.comes_cast and self.precision)
         if key not in _models:
             _models[key] = self.build(self.num_blocks)
         return _models[key]
@@ -149,6 +152,9 @@ class Use:
         model.requires_grad_(self.trains == "everything").train(self.trains != "nothing")
         if self.adapters is not None:
             self.adapters.add_to(model, self.dtype)
+        for layer in model.modules() if self.comes_cast else ():
+            if isinstance(layer, CAST_LAYERS):
+                layer.to(_SHORT[self.precision])
         return model
 
     @property

@@ -133,8 +133,9 @@ class Training:
         stage = Stage(name, hardware)
         slices = self.slices(hardware)
         # A slice's rank has a block's gradients whole until they are added up and cut, like one that sends them to the host.
-        student = self.student.changed(is_streamed=self.placing.is_streamed or slices > 1)
-        if slices > 1:
+        student = self.student.changed(is_streamed=self.placing.is_streamed or self.is_sliced)
+        computed = student.changed(comes_cast=True) if self.is_sliced and student.precision == "bf16" else student
+        if self.is_sliced:
             stage.place_slices(student, slices)
         else:
             stage.place(student, self.placing, adds_gradients=self.accumulation > 1)
@@ -148,7 +149,7 @@ class Training:
         scene.hold(student.name, "optimiser", _cut(self.optimiser.masters(stepped), slices))
         if self.averages:
             scene.hold(student.name, "average", _cut([4 * each.numel() for each in student.trained], slices))
-        if hardware.num_ranks > 1:
+        if hardware.num_ranks > 1 or self.is_sliced:
             gradients = [each.nbytes for each in stepped]
             # DDP collects gradients in buckets beside them; slices of them stay for the optimiser.
             scene.hold(student.name, "exchanged gradients", _cut(gradients, slices))
@@ -163,11 +164,11 @@ class Training:
                 for _ in range(self.teacher_passes):
                     scene.drop(stage.play(self.teacher))
             scene.hold(student.name, "matched features", self._feature_bytes)
-            played = None if self.is_recorded else stage.play(student)
+            played = None if self.is_recorded else stage.play(computed)
             if played is not None and self.accumulation > 1:
-                scene.drop(stage.play_again(student, played))
+                scene.drop(stage.play_again(computed, played))
             scene.let_go(student.name, "matched features")
-            if played is not None and slices == 1:
+            if played is not None and not self.is_sliced:
                 played = scene.exchange(played, student.name, "update", self.optimiser.masters(stepped))
             else:
                 scene.hold(student.name, "update", _cut(self.optimiser.masters(stepped), slices))
@@ -251,6 +252,11 @@ class Training:
         """Bytes a weight that an update on the device reads and writes."""
         masters = _MASTER_TRAFFIC if self.optimiser.masters(self.student.trained) else 0
         return _UPDATE_TRAFFIC + masters + (_CLIP_TRAFFIC if self.clips else 0) + (_AVERAGE_TRAFFIC if self.averages else 0)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether a rank keeps a slice of the student, which is all of it where there is one rank."""
+        return self.parallel in ("fsdp", "hsdp")
 
     def slices(self, hardware: Hardware) -> int:
         """Return in how many pieces the ranks keep the student."""

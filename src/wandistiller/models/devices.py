@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 
 import torch
+from torch import nn
 
 from wandistiller.errors import UsageError
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CAST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Those whose weights autocast casts."""
 
 
 def available_devices() -> list[torch.device]:

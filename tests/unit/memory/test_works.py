@@ -24,6 +24,7 @@ USE = Use(name="student", config=CONFIG, latent_shape=(8, 2, 16, 16), text_token
 TRAINED = USE.changed(trains="everything")
 ADAPTED = USE.changed(trains="adapters", adapters=Adapters(2, ("to_q",)))
 WEIGHTS = sum(each.nbytes for each in USE.model.parameters())
+COUNT = sum(each.numel() for each in USE.model.parameters())
 BLOCKS = sum(each.numel() for each in USE.model.get_submodule("blocks").parameters())
 
 
@@ -230,6 +231,29 @@ def test_a_pass_of_a_sharded_teacher_waits_for_its_weights(slices, rate):
     if rate:
         assert asked.seconds == pytest.approx(2 * gathered), "far longer than it computes"
         assert together.seconds - student.seconds == pytest.approx(6 * gathered)
+
+
+def test_slices_of_one_rank_are_all_of_it():
+    student = TRAINED.changed(precision="bf16", policy="full")
+    plain, sliced = (Training(student=student, parallel=name).phase(CARD) for name in ("ddp", "fsdp"))
+    found = sizes(sliced)
+    assert found["student", "weights"] == sizes(plain)["student", "weights"]
+    assert found["student", "optimiser"] == sizes(plain)["student", "optimiser"]
+    assert found["student", "exchanged gradients"] == pytest.approx(4 * COUNT, rel=0.01)
+    assert found["student", "gathered blocks"] == pytest.approx(2 * 2 * BLOCKS / CONFIG["num_layers"], rel=0.01), (
+        "two, in 16 bits"
+    )
+
+
+def test_what_ranks_bring_together_is_cast_already():
+    """Autocast makes a second copy of float32 weights for as long as they are used; ranks send them so."""
+    student = TRAINED.changed(precision="bf16", policy="full")
+    cast = student.changed(comes_cast=True)
+    assert {each.dtype for each in cast.model.parameters()} == {torch.float32, torch.bfloat16}
+    first = [each.tape.parts[1].events for each in (student, cast)]
+    made = [sum(size for _, size in events if size > 0) for events in first]
+    layers = [layer for layer in student.model.get_submodule("blocks.0").modules() if isinstance(layer, torch.nn.Linear)]
+    assert made[0] - made[1] == sum(2 * each.numel() for layer in layers for each in layer.parameters())
 
 
 def test_a_sharded_teacher_is_in_slices_and_two_blocks():
