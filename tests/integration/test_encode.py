@@ -23,7 +23,8 @@ from transformers import UMT5EncoderModel
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.data import encode as encode_module
 from wandistiller.data.claims import Claims
-from wandistiller.data.encode import default_cache_dir, plan_buckets, run_encode
+from wandistiller.data.encode import run_encode
+from wandistiller.data.encode_job import default_cache_dir, plan_buckets
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.media import write_clip
 from wandistiller.data.sources import assign_buckets, open_source

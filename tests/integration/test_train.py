@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wandistiller.api import sample, train
-from wandistiller.data.encode import default_cache_dir
+from wandistiller.data.encode_job import default_cache_dir
 from wandistiller.data.loader import sample_generator
 from wandistiller.data.sources import WorldSource
 from wandistiller.errors import CheckpointError, UsageError

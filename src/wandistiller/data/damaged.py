@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
 
+from wandistiller.data.media_files import BadItem, FileSource
 from wandistiller.data.source_samples import SourceSamples
-from wandistiller.data.sources import BadItem, FileSource
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import MediaError
 from wandistiller.terminal import progress

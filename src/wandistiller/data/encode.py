@@ -10,51 +10,42 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wandistiller.config.encode import EncodeConfig
-from wandistiller.data.buckets import Bucket, make_buckets
-from wandistiller.data.cache_files import fingerprint_model
-from wandistiller.data.claims import CLAIM_SECONDS, Claims, share
-from wandistiller.data.latent_cache import LatentCache
-from wandistiller.data.sources import BadItem, Source, assign_buckets, is_world, nothing_left, open_source, refuse
-from wandistiller.data.text_cache import EMPTY_NAME, TextCache, entry, fingerprint_text_encoder
-from wandistiller.distributed.ranks import rank_device, read_ranks
+from wandistiller.data.buckets import Bucket
+from wandistiller.data.claims import share
+from wandistiller.data.encode_job import EncodeJob, prepare_encoding
+from wandistiller.data.media_files import BadItem
+from wandistiller.data.text_cache import EMPTY_NAME, entry
+from wandistiller.distributed.ranks import read_ranks
 from wandistiller.errors import MediaError, OutputError
-from wandistiller.files import check_can_write, expand_home
+from wandistiller.files import check_can_write
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.encoder_phases import TEXT_ROOM
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.subjects import choose_placement
-from wandistiller.models.devices import find_device, find_dtype, free_memory
+from wandistiller.models.devices import free_memory
 from wandistiller.models.latents import normalise
 from wandistiller.models.load import load_model
-from wandistiller.models.pipeline import Pipeline, find_pipeline
-from wandistiller.models.sizes import usual_size
-from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
 from wandistiller.models.text import open_text_encoder
 from wandistiller.models.vae_tiles import TILE, encode_tiled
 from wandistiller.terminal import Advance, progress, say
 from wandistiller.units import Bytes
 
-PATCH = 2
-"""Every released Wan cuts latents into patches of 2 x 2."""
 _READERS = 4
-_PIXELS_TOGETHER = 832 * 480
 
 
 @dataclass(frozen=True)
@@ -66,37 +57,6 @@ class Encoded:
     reused: int
     skipped: tuple[BadItem, ...]
     cache_dir: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodeJob:
-    """An encoding that has been checked: everything found, nothing loaded."""
-
-    config: EncodeConfig
-    device: torch.device
-    dtype: torch.dtype
-    vae_dtype: torch.dtype
-    pipeline: Pipeline
-    vae: StoredModel
-    source: Source
-    buckets: Sequence[Bucket | None]
-    bad: Sequence[BadItem]
-    texts: TextCache
-    latents: LatentCache
-    claims: Claims
-
-    @property
-    def num_texts(self) -> int:
-        """Captions, and the empty one."""
-        return len(self.source) + 1
-
-    @property
-    def num_media(self) -> int:
-        return sum(bucket is not None for bucket in self.buckets)
-
-    def batch_size(self, bucket: Bucket) -> int:
-        fitting = _PIXELS_TOGETHER // (bucket.frames * bucket.height * bucket.width)
-        return self.config.batch_size or max(1, fitting)
 
 
 def run_encode(config: EncodeConfig) -> Encoded:
@@ -122,81 +82,6 @@ def fill_caches(job: EncodeJob) -> Encoded:
     if job.device.type != "cpu":
         _note("Memory by phase: " + "; ".join(monitor.summary()))
     return Encoded(num_text, num_latents, reused, skipped, job.texts.folder)
-
-
-def default_cache_dir(dataset_path: str) -> Path:
-    """Return where caches are unless the user says otherwise: ``.cache`` in the data set's folder.
-
-    A list file has a folder of its own in there, because other lists may name the same media with other captions.
-    """
-    place = expand_home(dataset_path)
-    if is_world(dataset_path):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cache / "wandistiller" / "data" / re.sub(r"[^\w.-]", "-", dataset_path)
-    return place / ".cache" if place.is_dir() else place.parent / ".cache" / f".{place.name}"
-
-
-def plan_buckets(
-    vae_config: Mapping[str, Any],
-    width: int | None,
-    height: int | None,
-    frames: Sequence[int],
-    max_aspect: float,
-    patch: int = PATCH,
-) -> list[Bucket]:
-    """Return the buckets for a VAE; what is not given is what models with such a VAE are usually sampled at.
-
-    ``patch`` is what each side of the latents is a multiple of.
-    """
-    usual = usual_size(vae_config)
-    return make_buckets(
-        width or usual.width,
-        height or usual.height,
-        frame_counts=frames or (usual.frames,),
-        multiple=vae_config["scale_factor_spatial"] * patch,
-        temporal=vae_config["scale_factor_temporal"],
-        max_aspect=max_aspect,
-    )
-
-
-def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path", patch: int = PATCH) -> EncodeJob:
-    """Find and check every part without loading any.
-
-    ``flag`` is what the user gave the data set with, ``patch`` what each side of the latents is a multiple of.
-    """
-    config.check()
-    assert config.model is not None and config.dataset_path is not None  # check() has made sure
-    device = find_device(rank_device(config.device, read_ranks()))
-    dtype = find_dtype(config.dtype, device)
-    vae_dtype = dtype if config.vae_dtype == "auto" else find_dtype(config.vae_dtype, device)
-    parts = {"text_encoder", "tokenizer", *(() if config.vae_checkpoint else ("vae",))}
-    pipeline = find_pipeline(config.model, parts)
-    vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
-    encoder = fingerprint_text_encoder(pipeline.part("text_encoder"), pipeline.part("tokenizer"))
-    buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect, patch)
-    folder = config.cache_dir or default_cache_dir(config.dataset_path)
-    opened = open_source(config.dataset_path, skip_bad=config.skip_bad, flag=flag)
-    assigned = assign_buckets(opened.source, buckets)
-    if len(assigned.bad) == len(opened.source):
-        raise nothing_left(config.dataset_path, [*opened.bad, *assigned.bad])
-    if assigned.bad and not config.skip_bad:
-        raise refuse(config.dataset_path, len(opened.source), assigned.bad)
-    if read_ranks().is_first:
-        sweep_partial(folder)
-    return EncodeJob(
-        config=config,
-        device=device,
-        dtype=dtype,
-        vae_dtype=vae_dtype,
-        pipeline=pipeline,
-        vae=vae,
-        source=opened.source,
-        buckets=assigned.buckets,
-        bad=[*opened.bad, *assigned.bad],
-        texts=TextCache(folder, encoder=encoder, dtype=None if config.dtype == "auto" else config.dtype),
-        latents=LatentCache(folder, vae=fingerprint_model(vae), dtype=None if config.vae_dtype == "auto" else config.vae_dtype),
-        claims=Claims(folder / ".claims"),
-    )
 
 
 def _encode_texts(job: EncodeJob, monitor: Monitor) -> int:
@@ -400,16 +285,6 @@ def _is_others(index: int) -> bool:
     """Say whether another rank begins with this item; each begins with its own and then helps the others."""
     ranks = read_ranks()
     return index % ranks.world_size != ranks.rank
-
-
-def sweep_partial(folder: Path) -> None:
-    """Remove what processes that were killed have left half-written."""
-    for partial in folder.rglob(".*.partial-*.safetensors"):
-        try:
-            if time.time() - partial.stat().st_mtime > CLAIM_SECONDS:
-                partial.unlink(missing_ok=True)
-        except FileNotFoundError:  # its writer has just finished
-            continue
 
 
 @contextmanager

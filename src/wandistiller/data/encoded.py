@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wandistiller.data.buckets import Bucket
-from wandistiller.data.encode import EncodeJob, fill_caches
+from wandistiller.data.encode import fill_caches
+from wandistiller.data.encode_job import EncodeJob
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.sources import Source, nothing_left
 from wandistiller.data.text_cache import TextCache

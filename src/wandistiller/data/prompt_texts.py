@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wandistiller.data.claims import Claims, share
-from wandistiller.data.encode import check_finite, place_text_encoder, sweep_partial
+from wandistiller.data.encode import check_finite, place_text_encoder
+from wandistiller.data.encode_job import sweep_partial
 from wandistiller.data.prompts import Prompts
 from wandistiller.data.text_cache import fingerprint_text_encoder, without_padding
 from wandistiller.data.text_shards import KEY_BYTES, Keys, TextShards, key_of, make_keys

@@ -15,7 +15,8 @@ from pathlib import Path
 from torch import Tensor
 
 from wandistiller.data.cache_files import CacheFile, Requirement, cache_path, fingerprint_weights, refuse_incomplete
-from wandistiller.data.sources import RESERVED_NAME, Source
+from wandistiller.data.media_files import RESERVED_NAME
+from wandistiller.data.sources import Source
 from wandistiller.errors import CheckpointError
 from wandistiller.models.text import pad_embeddings
 from wandistiller.models.weight_files import open_weights

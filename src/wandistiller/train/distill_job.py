@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wandistiller.config.distill import DistillConfig
-from wandistiller.data.encode import plan_buckets
+from wandistiller.data.encode_job import plan_buckets
 from wandistiller.data.prompts import Prompts, open_prompts
 from wandistiller.data.sources import assign_buckets, open_source
 from wandistiller.distributed.context import check_clip_groups

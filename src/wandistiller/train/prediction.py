@@ -15,7 +15,7 @@ from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.config.training import TrainingConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.buckets import largest_bucket
-from wandistiller.data.encode import plan_buckets
+from wandistiller.data.encode_job import plan_buckets
 from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import Decoding, Encoding, text_phase
 from wandistiller.memory.estimates import Estimate, Item, Phase

@@ -11,9 +11,9 @@ import torch
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.cached_samples import CachedSamples, Randomness
-from wandistiller.data.encode import PATCH, EncodeJob, prepare_encoding
+from wandistiller.data.encode_job import PATCH, EncodeJob, prepare_encoding
 from wandistiller.data.encoded import EncodedData
-from wandistiller.data.sources import HELD_OUT_FOLDER
+from wandistiller.data.media_files import HELD_OUT_FOLDER
 from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.models.latents import latent_shape, num_tokens
 from wandistiller.models.text_padding import can_fold_padding

@@ -14,7 +14,7 @@ from wandistiller.checkpoint.trained import follow_model, write_model
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.data.buckets import Bucket, largest_bucket
 from wandistiller.data.damaged import find_damaged
-from wandistiller.data.encode import default_cache_dir, plan_buckets
+from wandistiller.data.encode_job import default_cache_dir, plan_buckets
 from wandistiller.data.pixel_samples import PixelSamples, from_all_over
 from wandistiller.data.sources import assign_buckets, open_source, refuse
 from wandistiller.distributed.parallel import Parallel
