@@ -7,12 +7,10 @@ that gave it.
 
 from __future__ import annotations
 
-import signal
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from types import FrameType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,14 +21,15 @@ from wandistiller import doing
 from wandistiller.checkpoint.training_state import TrainingState, TrainingStates
 from wandistiller.data.batches import StepPlan
 from wandistiller.data.loader import Batch, SampleReader, load_steps
-from wandistiller.distributed.failures import is_rank
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import TrainingError, UsageError, shortened
 from wandistiller.memory.stored_state import changing_state
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.data_place import DataPlaces
+from wandistiller.train.interrupts import Interrupts
 from wandistiller.train.method import Losses, Method, Role, Turn
+from wandistiller.train.numbers import Number, Numbers, Sums
 from wandistiller.train.optimisation import OTHER_WEIGHTS, MixedPrecision, Optimises, autocast, refuse_other_flags
 from wandistiller.train.random_states import random_states, set_random_states
 from wandistiller.train.saves import Saves
@@ -64,18 +63,6 @@ class Stopped:
     """The signal that ended it early."""
     state: str | None
     """Where its state is."""
-
-
-@dataclass(frozen=True)
-class _Number:
-    """What has to be finite, and whose it is."""
-
-    what: str
-    role: str
-    step: int
-    names: tuple[str, ...]
-    """The samples that it came from."""
-    value: Tensor
 
 
 def _refuse_other_weights(role: Role, values: Mapping[str, Tensor]) -> None:
@@ -129,10 +116,8 @@ class Loop:
         self._places = DataPlaces(plan.plan, reader)
         self._saves = Saves(states, ranks) if states is not None else None
         self._callbacks = list(callbacks)
-        self._recent: list[_Number] = []
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._signal: int | None = None
+        self._numbers = Numbers(device, ranks)
+        self._interrupts = Interrupts()
         self._saved_step = -1
         self._steps: Generator[list[Batch]] | None = None
 
@@ -153,7 +138,7 @@ class Loop:
 
     def run(self) -> Stopped:
         """Go on to the last step; a first Ctrl-C or SIGTERM ends the run after the current one, with its state saved."""
-        with self._interrupts(), self._training_together(), self._saves or nullcontext(), self._reading():
+        with self._interrupts.noted(), self._training_together(), self._saves or nullcontext(), self._reading():
             self._tell("started")
             self.clock = StepClock(self.device)
             first, since, seconds = self.step, self.step, 0.0
@@ -214,7 +199,7 @@ class Loop:
 
     def _interrupted_by(self) -> int | None:
         """Return the signal that has reached some rank, the same on all of them."""
-        return self.ranks.largest(self._signal or 0) or None
+        return self.ranks.largest(self._interrupts.signal or 0) or None
 
     def _save(self, *, goes_on: bool) -> None:
         """Write the state, all ranks together, and beside the next steps where there are some."""
@@ -223,7 +208,7 @@ class Loop:
         if self._saves is not None:
             doing.note(f"after step {self.step}, saving")
             self._finish_saving()
-            everyone = self.ranks.gather((random_states(self.device), self._since_metrics()))
+            everyone = self.ranks.gather((random_states(self.device), self._numbers.sums()))
             self._saves.save(self._state([each[0] for each in everyone], [each[1] for each in everyone]), beside=goes_on)
 
     def _finish_saving(self) -> str | None:
@@ -258,11 +243,7 @@ class Loop:
             isinstance(each, KeepAverage) for each in self._callbacks
         ):
             self._say("The state has a moving average, which this run goes on without, as --use-ema was not given")
-        # Of all ranks together they are the same, whichever has them.
-        for sums in state.facts.get("sums", ()) if self.ranks.is_first else ():
-            for name, (value, weight) in sums.items():
-                self._sums[name] = self._sums.get(name, 0.0) + torch.tensor(value, device=self.device)
-                self._counts[name] = self._counts.get(name, 0) + weight
+        self._numbers.load(state.facts.get("sums", ()))
         generators = state.facts["generators"]
         # The random numbers last, because loading may draw some. With another number of ranks each takes one that is there.
         set_random_states(generators[self.ranks.rank % len(generators)], self.device)
@@ -277,11 +258,7 @@ class Loop:
         found = (each.state().get(key) for each in self._callbacks if type(each).__name__ == owner)
         return next(found, None)
 
-    def _since_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return the sums that the next metrics are made of, and of how many samples each is."""
-        return {name: (float(value), self._counts[name]) for name, value in self._sums.items()}
-
-    def _state(self, generators: list[Any], sums: list[dict[str, tuple[float, int]]]) -> TrainingState:
+    def _state(self, generators: list[Any], sums: list[Sums]) -> TrainingState:
         tensors: dict[str, Tensor] = {}
         place = self._places.describe(self.position)
         facts: dict[str, Any] = {"position": self.position, "place": place, "generators": generators, "optimisers": {}}
@@ -328,10 +305,10 @@ class Loop:
             norm = optimisation.step(self.step).to(self.device)
             if turn.finish is not None:
                 turn.finish()
-            self._add(f"{turn.role}/gradient_norm", norm, 1)
+            self._numbers.add(f"{turn.role}/gradient_norm", norm, 1)
             if self.options.precision != "fp16":  # in which a step whose gradients ran over is left out
                 names = tuple(name for batch in batches for name in batch.names)
-                self._recent.append(_Number("norm of all gradients", turn.role, self.step, names, norm))
+                self._numbers.watch(Number("norm of all gradients", turn.role, self.step, names, norm))
         self.method.finish_step(self.ranks)
         self.step += 1
         self.position += self.batches_per_step
@@ -364,28 +341,17 @@ class Loop:
 
     def _note(self, turn: Turn, batch: Batch, losses: Losses) -> None:
         for name, role in losses.culprits.items():
-            self._recent.append(_Number(f"metric '{name}'", role, self.step, batch.names, losses.metrics[name].detach()))
-        self._recent.append(_Number("loss", turn.role, self.step, batch.names, losses.total.detach()))
-        self._add("loss" if len(self.method.turns) == 1 else f"{turn.role}/loss", losses.total.detach(), batch.num_samples)
+            self._numbers.watch(Number(f"metric '{name}'", role, self.step, batch.names, losses.metrics[name].detach()))
+        self._numbers.watch(Number("loss", turn.role, self.step, batch.names, losses.total.detach()))
+        name = "loss" if len(self.method.turns) == 1 else f"{turn.role}/loss"
+        self._numbers.add(name, losses.total.detach(), batch.num_samples)
         for name, value in losses.metrics.items():
-            self._add(name, value.detach(), batch.num_samples)
-
-    def _add(self, name: str, value: Tensor, weight: int) -> None:
-        value = value.float() * weight
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._counts[name] = self._counts.get(name, 0) + weight
+            self._numbers.add(name, value.detach(), batch.num_samples)
 
     def _read_metrics(self) -> dict[str, float]:
-        """Bring the sums since the last time to the host, in one go, and average them over samples and ranks."""
+        """Return what the steps since the last time have come to."""
         self._check_losses()
-        # A rank that had pictures alone has no motion to tell of.
-        names = sorted({name for each in self.ranks.gather(list(self._sums)) for name in each})
-        nothing = torch.zeros((), device=self.device)
-        sums = torch.stack([self._sums.get(name, nothing) for name in names]).cpu()
-        counts = torch.tensor([float(self._counts.get(name, 0)) for name in names])
-        means = self.ranks.mean(sums) / self.ranks.mean(counts)
-        self._sums, self._counts = {}, {}
-        values = dict(zip(names, means.tolist(), strict=True))
+        values = self._numbers.means()
         for name, optimisation in self.optimisations.items():
             self._check_scale(name, optimisation)
             values["rate" if len(self.optimisations) == 1 else f"{name}/rate"] = optimisation.rate
@@ -393,16 +359,7 @@ class Loop:
 
     def _check_losses(self) -> None:
         """Raise if a number since the last look is not finite, on every rank; the first has the blame."""
-        if not self._recent:
-            return
-        finite = torch.isfinite(torch.stack([number.value.float() for number in self._recent])).tolist()
-        place = len(finite) if all(finite) else finite.index(False)
-        mine = [replace(number, value=number.value.cpu()) for number in self._recent[place : place + 1]]
-        self._recent = []
-        everyone = self.ranks.gather((place, mine))
-        # All ranks take the same turns, so what came first has the smallest place.
-        first = min(place for place, _ in everyone)
-        blamed = [number for place, numbers in everyone if place == first for number in numbers]
+        blamed = self._numbers.not_finite()
         if blamed:
             self._finish_saving()  # a state from before is worth having, and all ranks are here
             number, names = blamed[0], [name for each in blamed for name in each.names]
@@ -432,28 +389,3 @@ class Loop:
         for callback in self._callbacks:
             with doing.noted(f"after step {self.step}, in {type(callback).__name__}"):
                 getattr(callback, event)(self, *arguments)
-
-    @contextmanager
-    def _interrupts(self) -> Iterator[None]:
-        """Note the first signal. A second Ctrl-C acts as ever; a second SIGTERM does nothing.
-
-        What stops a job sends it to every process, and torchrun sends it on to its ranks: they get it twice. The same holds
-        for Ctrl-C under torchrun.
-        """
-        before: dict[int, Any] = {}
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signal = number
-            if number == signal.SIGINT and not is_rank():
-                signal.signal(number, before[number])
-
-        try:
-            for each in (signal.SIGINT, signal.SIGTERM):
-                before[each] = signal.signal(each, note)
-        except ValueError:  # not in the main thread: whoever runs the loop there handles signals
-            pass
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
