@@ -10,7 +10,7 @@ parts in them, by wrapping their ``forward``: compile first, then choose a polic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,13 +93,12 @@ def apply_policy(
     if granularity not in GRANULARITIES:
         known = ", ".join(GRANULARITIES)
         raise UsageError(f"There is no granularity '{granularity}'{nearest(granularity, GRANULARITIES)}", fix=f"Use {known}.")
-    modules = [module for block in blocks for module in _parts(block, granularity)]
+    modules = list(dict.fromkeys(module for block in blocks for module in _parts(block, granularity)))
     if not modules:
         raise UsageError(f"These blocks have no {granularity} parts to recompute.", fix="Use the granularity 'block'.")
+    _check_free(modules)
     keeper = keeper or (HostKeeper(torch.device(device)) if to_host else DeviceKeeper())
     for module in modules:
-        if "_forward_without_policy" in module.__dict__:
-            raise UsageError("These blocks have an activation policy already.", fix="Detach it first.")
         module.__dict__["_forward_without_policy"] = module.forward
         attach_mark(module, "policy", "an activation policy")
         module.forward = POLICIES[name](module, module.forward, keeper)
@@ -108,11 +107,25 @@ def apply_policy(
     return ActivePolicy(modules, keeper, name == "selective")
 
 
+def _check_free(modules: Iterable[nn.Module]) -> None:
+    """Raise ``UsageError`` for modules that no policy can be given, before any of them has one."""
+    for module in modules:
+        if "_forward_without_policy" in module.__dict__:
+            raise UsageError("These blocks have an activation policy already.", fix="Detach it first.")
+        if module._compiled_call_impl is not None:
+            raise UsageError(
+                "These blocks are compiled by their method compile().",
+                why="a policy has to be around what is compiled, and that would be around the policy.",
+                fix="Compile them as block.forward = torch.compile(block.forward).",
+            )
+
+
 @register_policy("none")
 def _keep_everything(module: nn.Module, forward: Forward, keeper: Keeper) -> Forward:
     if isinstance(keeper, DeviceKeeper):
         return forward
 
+    @torch.compiler.disable  # compiled code may be within, not around
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

@@ -22,7 +22,15 @@ Forward = Callable[..., Any]
 def recomputing(module: nn.Module, forward: Forward, keeper: Keeper, *, keep_attention: bool) -> Forward:
     """Return a module's forward that computes again in backward what it does not keep."""
     has_dropout = any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
+    is_checked = False
 
+    def check(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        nonlocal is_checked
+        if not is_checked:
+            _check_all_known(outputs, known)
+        is_checked = True
+
+    @torch.compiler.disable  # compiled code may be within, not around
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -32,7 +40,7 @@ def recomputing(module: nn.Module, forward: Forward, keeper: Keeper, *, keep_att
         if has_dropout and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UsageError("Blocks with dropout cannot be recomputed in a CUDA graph.", fix="Use the policy 'none'.")
         _check_seen(leaf for leaf in leaves if any(tensor.requires_grad for tensor in tensors_in(leaf)))
-        plan = _Plan(forward, structure, leaves, keeper, keep_attention)
+        plan = _Plan(forward, structure, leaves, keeper, keep_attention, check)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return plan.whole(_Recompute.apply(plan, len(tensors), *tensors, *parameters))
 
@@ -67,6 +75,25 @@ def _check_seen(leaves: Iterable[Any]) -> None:
             )
 
 
+def _check_all_known(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
+    """Raise where outputs depend on something trained that would get no gradient: neither given to a module nor its own."""
+    ids = {id(tensor) for tensor in known}
+    todo, seen = [out.grad_fn for out in outputs], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in ids:
+            raise UsageError(
+                f"A block that is recomputed uses a trained tensor {tuple(leaf.shape)} that it is not given and does not own.",
+                why="it would get no gradient.",
+                fix="Hand it over as an argument or register it as the block's own, or use the policy 'none'.",
+            )
+        todo += [following for following, _ in node.next_functions]
+
+
 class _Plan:
     """One call of a recomputed module: what to run, on what, and what was kept of it."""
 
@@ -77,8 +104,11 @@ class _Plan:
         leaves: list[Any],
         keeper: Keeper,
         keep_attention: bool,
+        check: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
+        """``check`` is given the outputs of the second time, and all that gradients are computed for."""
         self.forward = forward
+        self.check = check
         self.structure = structure
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -173,6 +203,12 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "Second derivatives do not go through a block that is recomputed.",
+                why="what it recomputes has a graph of its own, which ends with backward.",
+                fix="Compute them without an activation policy, or leave create_graph=True away.",
+            )
         inputs, outputs = ctx.plan.again()
         pairs = [
             (out, gradient)
@@ -180,6 +216,7 @@ class _Recompute(torch.autograd.Function):
             if gradient is not None and out.requires_grad
         ]
         wanted = [tensor for tensor in inputs if tensor.requires_grad] + list(ctx.parameters)
+        ctx.plan.check(outputs, wanted)
         found = iter(
             torch.autograd.grad([out for out, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True)
         )

@@ -156,13 +156,14 @@ def test_streamed_and_trained(model, inputs, policy, to_host):
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_compiled_blocks(model, inputs, policy):
+def test_compiled_blocks(model, inputs, policy, granularity):
     expected, _ = gradients(model, inputs)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend="aot_eager")
     compiled = model.blocks[0].forward
-    active = apply_policy(list(model.blocks), policy, "cpu")
+    active = apply_policy(list(model.blocks), policy, "cpu", granularity=granularity)
     check(gradients(model, inputs)[0], expected)
     active.detach()
     assert model.blocks[0].forward is compiled
