@@ -117,7 +117,7 @@ class TrainingStates:
 
     def _writer(self, state: TrainingState) -> StateWriter:
         target = self._path(state)
-        partial = target.with_name(f".{target.name}.partial")  # the same on all ranks
+        partial = _partial(target)
 
         def begin() -> None:
             self._retire()  # what a kill has left; else kills between the two could let states pile up
@@ -154,14 +154,20 @@ class TrainingStates:
 
 @contextmanager
 def _own_errors(path: Path) -> Iterator[None]:
-    """Raise what has gone wrong on a rank as an error of ours; DCP's lists tracebacks."""
+    """Raise what has gone wrong on a rank as an error of ours, DCP's lists tracebacks; remove what was half-written."""
     try:
         yield
     except CheckpointException as error:
+        shutil.rmtree(_partial(path), ignore_errors=True)  # all ranks have ended their part of it when one hears of an error
         rank, (first, _) = next(iter(error.failures.items()))
         if isinstance(first, WanDistillerError):
             raise first from first.__cause__ or error
         raise OutputError(f"{path} could not be written or read.", why=f"on rank {rank}: {first}") from first
+
+
+def _partial(path: Path) -> Path:
+    """Return where a state is before it is complete, the same on all ranks."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def is_complete(path: Path) -> bool:

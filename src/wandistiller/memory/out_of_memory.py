@@ -26,6 +26,9 @@ from wandistiller.units import Bytes
 _DEVICE_SIGNS = ("out of memory", "_ALLOC_FAILED", "CUDA error: out of memory")
 _HOST_SIGNS = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _DISK_SIGNS = ("No space left on device", "Disk quota exceeded")
+_SHARED_SIGNS = ("</torch_", "out of shared memory", "/dev/shm", "shared memory (shm)")
+"""Of errors where processes hand each other tensors; the place is a file system in memory, often a small one in containers."""
+_SHARED = Path("/dev/shm")
 _ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) ?([KMGT]iB|bytes)")
 
 
@@ -35,6 +38,13 @@ _OTHERWISE = {
     "device": "close what else uses the card, or take a smaller model, picture or batch.",
     "host": "close what else runs here, or take a smaller model; wandistiller doctor shows what is free.",
     "disk": "free some room there or write elsewhere, then run the same command again; nothing half-written is left.",
+    "shared": "give it more room (docker run --shm-size 8g, or mount -o remount,size=8g /dev/shm), or read without workers.",
+}
+_WHAT = {
+    "device": "Out of GPU memory",
+    "host": "Out of host memory",
+    "disk": "The disk is full",
+    "shared": "Out of shared memory",
 }
 
 
@@ -43,7 +53,7 @@ class Failure:
     """Where and when memory ran out."""
 
     kind: str
-    """device, host or disk"""
+    """device, host, disk or shared, which is what the processes of a machine hand each other tensors through"""
     asked: Bytes | None
     """What the failed request was for, where the error says it."""
     phase: str = ""
@@ -58,6 +68,11 @@ class Failure:
     remedies: Sequence[Remedy] = ()
     also: dict[str, Any] = field(default_factory=dict)
     """What else the command to paste has to change, such as to go on where the run has saved its state."""
+
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether estimates tell what flags would save of it."""
+        return self.kind in ("device", "host")
 
     @property
     def is_computing(self) -> bool:
@@ -75,17 +90,25 @@ def classify(error: BaseException) -> Failure | None:
     if isinstance(error, torch.OutOfMemoryError):
         return Failure("device", size)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Failure("disk", None)
+        return Failure("shared" if str(error.filename).startswith(f"{_SHARED}/") else "disk", None)
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return Failure("host", size)
-    if isinstance(error, Exception) and not isinstance(error, WanDistillerError):
-        if any(sign in text for sign in _DISK_SIGNS):
+    # What another rank could not write arrives from there as its text alone.
+    if isinstance(error, OutputError) or not isinstance(error, WanDistillerError):
+        if isinstance(error, RuntimeError) and _has_no_shared_memory(text):
+            return Failure("shared", None)
+        if any(sign in text for sign in _DISK_SIGNS) and isinstance(error, Exception):
             return Failure("disk", None)
         if isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS):
             return Failure("host", size)
         if isinstance(error, RuntimeError) and any(sign in text for sign in _DEVICE_SIGNS):
             return Failure("device", size)
     return None
+
+
+def _has_no_shared_memory(text: str) -> bool:
+    is_full = any(sign in text for sign in (*_DISK_SIGNS, "Bus error", "insufficient shared memory"))
+    return is_full and any(sign in text for sign in _SHARED_SIGNS)
 
 
 def note_failure(error: BaseException, complete: Callable[[Failure], None]) -> None:
@@ -122,7 +145,7 @@ def advising(command: str, config: CommandConfig) -> Iterator[None]:
 
 def describe(failure: Failure, command: str, config: CommandConfig, error: BaseException) -> OutOfRoomError:
     """Return the message: what ran out where, the numbers, the remedies, and a command line to paste."""
-    what = {"device": "Out of GPU memory", "host": "Out of host memory", "disk": "The disk is full"}[failure.kind]
+    what = _WHAT[failure.kind]
     if failure.phase:
         what += f" while {failure.phase}"
     if failure.role:
@@ -130,7 +153,9 @@ def describe(failure: Failure, command: str, config: CommandConfig, error: BaseE
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         what += f", rank {os.environ.get('RANK', '?')} of {world}"
-    why = _disk_numbers(error, config) if failure.kind == "disk" else list(failure.numbers)
+    why = list(failure.numbers)
+    if not failure.is_foreseen:
+        why = _room_in([_SHARED] if failure.kind == "shared" else _written_places(error, config))
     if failure.asked is not None:
         why.append(f"{failure.asked} more were asked for")
     remedies = in_order(failure.remedies)
@@ -145,8 +170,11 @@ def describe(failure: Failure, command: str, config: CommandConfig, error: BaseE
         fix = "\n".join(["most memory for the least time first:", *lines, "  run: " + command_line(command, config, changes)])
     else:
         fix = _OTHERWISE[failure.kind][0].upper() + _OTHERWISE[failure.kind][1:]
-        if failure.also:
-            fix += "\n  then run: " + command_line(command, config, failure.also)
+        changes = dict(failure.also)
+        if failure.kind == "shared" and getattr(config, "workers", None):
+            changes["workers"] = 0
+        if changes:
+            fix += f"\n  {'' if 'workers' in changes else 'then '}run: " + command_line(command, config, changes)
     return OutOfRoomError(what + ".", why="; ".join(why), fix=fix)
 
 
@@ -158,15 +186,19 @@ def _is_possible(config: CommandConfig) -> bool:
     return True
 
 
-def _disk_numbers(error: BaseException, config: CommandConfig) -> list[str]:
-    """Say how full the place is that was written to, or, as not every error names it, each that the command writes to."""
+def _written_places(error: BaseException, config: CommandConfig) -> list[Path]:
+    """Return the place that was written to, or, as not every error names it, each that the command writes to."""
     names = [getattr(each, "filename", None) for each in (error, error.__cause__) if each is not None]
-    places = [Path(name) for name in names if name] or [
+    return [Path(name) for name in names if name] or [
         value for name in _WRITTEN if isinstance(value := getattr(config, name, None), Path)
     ]
+
+
+def _room_in(places: Sequence[Path]) -> list[str]:
+    """Say how full the file systems are."""
     folders = {next((parent for parent in (place, *place.parents) if parent.is_dir()), Path()): None for place in places}
     found = []
     for folder in folders:
         usage = shutil.disk_usage(folder)
-        found.append(f"{folder} has {Bytes(usage.free)} free of {Bytes(usage.total)}")
+        found.append(f"{folder} has {Bytes(usage.free)} free of {Bytes(usage.total)}, without what was being written")
     return found

@@ -27,7 +27,7 @@ _PHASES = {"text encoder": "encoding text", "transformer": "denoising", "vae": "
 
 def find_remedies(job: Job, failure: Failure) -> Iterator[Remedy]:
     """Yield what the flags of ``sample`` can do about a failure in one of its phases."""
-    if failure.kind == "disk" or failure.role not in _PHASES:
+    if not failure.is_foreseen or failure.role not in _PHASES:
         return
     hardware = hardware_of(job.device, measures=False)  # measuring would need memory
     now = _phase(job, job.settled, hardware, failure.role)

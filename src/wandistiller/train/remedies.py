@@ -45,7 +45,7 @@ def going_on(output_dir: Path, find: Callable[[Failure], Iterable[Remedy]]) -> C
 
 def find_remedies(config: TrainConfig, shapes: Shapes, failure: Failure) -> Iterable[Remedy]:
     """Return what the flags of ``train`` can do."""
-    if failure.kind == "disk":
+    if not failure.is_foreseen:
         return []
 
     def work(changed: TrainConfig, hardware: Hardware) -> Training:
@@ -59,7 +59,7 @@ def find_distill_remedies(
     config: DistillConfig, shapes: Shapes, student: Mapping[str, Any], failure: Failure
 ) -> Iterable[Remedy]:
     """Return what the flags of ``distill`` can do."""
-    if failure.kind == "disk":
+    if not failure.is_foreseen:
         return []
     if failure.role == "teacher" and config.is_stored:
         ways = list(_asking_ways(config) if failure.is_computing else _teacher_host_ways(config))
@@ -110,8 +110,13 @@ def _activation_ways(config: TrainConfig | DistillConfig) -> Iterator[Way]:
     elif not config.activations_to_host and not config.cuda_graphs:
         yield {"activations_to_host": True}, "beside the computation"
     if config.batch_size > 1:
-        half = config.batch_size // 2
-        yield {"batch_size": half, "gradient_accumulation": config.gradient_accumulation * 2}, ""
+        yield smaller_batches(config), ""
+
+
+def smaller_batches(config: TrainingConfig) -> dict[str, Any]:
+    """Return the changes that make more batches of a step's samples, all of them alike."""
+    parts = next(each for each in range(2, config.batch_size + 1) if config.batch_size % each == 0)
+    return {"batch_size": config.batch_size // parts, "gradient_accumulation": config.gradient_accumulation * parts}
 
 
 def _host_ways(config: TrainConfig | DistillConfig) -> Iterator[Way]:

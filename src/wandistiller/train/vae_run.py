@@ -42,7 +42,7 @@ from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights, reduced_shapes
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
-from wandistiller.train.remedies import going_on
+from wandistiller.train.remedies import going_on, smaller_batches
 from wandistiller.train.runs import Run, choose_precision, exit_code, own_folder, prepare_device, prepare_parallel
 from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.train.vae_quality import MeasureReconstructions
@@ -355,4 +355,4 @@ def _ways(config: TrainVaeConfig) -> Iterator[dict[str, Any]]:
     if config.use_lpips and not config.lpips_checkpointing:
         yield {"lpips_checkpointing": True}
     if config.batch_size > 1:
-        yield {"batch_size": config.batch_size // 2, "gradient_accumulation": config.gradient_accumulation * 2}
+        yield smaller_batches(config)

@@ -1,6 +1,7 @@
 """States on disk: those of earlier versions, those that are damaged, and those that are written while training goes on."""
 
 import json
+import pickle
 import threading
 
 import pytest
@@ -111,4 +112,7 @@ def test_a_disk_that_is_full_is_said_and_leaves_the_last_state(tmp_path, monkeyp
         with pytest.raises(OutputError, match="No space left") as caught:
             save(some_state(2))
         assert classify(caught.value).kind == "disk"
+        # As an error of another rank arrives.
+        assert classify(pickle.loads(pickle.dumps(caught.value))).kind == "disk"
+        assert list(tmp_path.iterdir()) == [older], "nothing half-written is left"
     assert states.newest() == older

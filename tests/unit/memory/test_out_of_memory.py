@@ -17,6 +17,7 @@ from wandistiller import api
 from wandistiller.cli.main import parse
 from wandistiller.config.command import command_line
 from wandistiller.config.sample import SampleConfig
+from wandistiller.config.train import TrainConfig
 from wandistiller.errors import OutOfRoomError, OutputError
 from wandistiller.memory import out_of_memory
 from wandistiller.memory.advice import Remedy, enough, in_order
@@ -49,6 +50,14 @@ def host_error():
         (MemoryError(), "host", None),
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "disk", None),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "disk", None),
+        (OutputError("x could not be written. [Errno 28] No space left on device"), "disk", None),
+        (RuntimeError("unable to write to file </torch_9_1>: No space left on device (28)"), "shared", None),
+        (
+            RuntimeError("worker is killed by signal: Bus error. It is possible that workers are out of shared memory."),
+            "shared",
+            None,
+        ),
+        (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"), "shared", None),
     ],
 )
 def test_what_ran_out(error, kind, asked):
@@ -232,6 +241,14 @@ def test_a_full_disk_that_no_error_names(tmp_path):
         except OSError as error:
             raise OutputError("x could not be written.") from error
     assert f"{tmp_path} has" in str(caught.value)
+
+
+def test_shared_memory_that_is_full_is_no_full_disk():
+    config = TrainConfig(model="tiny", dataset_path="world:4", workers=3)
+    with pytest.raises(OutOfRoomError, match="Out of shared memory") as caught, advising("train", config):
+        raise RuntimeError("unable to write to file </torch_9_1>: No space left on device (28)")
+    assert "/dev/shm has" in str(caught.value) and "--shm-size" in str(caught.value)
+    assert "--workers 0" in str(caught.value)
 
 
 def test_the_command_to_paste_goes_on_where_a_state_is_saved(tmp_path, monkeypatch):

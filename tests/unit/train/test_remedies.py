@@ -13,7 +13,7 @@ from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, build_empty
 from wandistiller.train import remedies
-from wandistiller.train.remedies import find_distill_remedies, find_remedies
+from wandistiller.train.remedies import find_distill_remedies, find_remedies, smaller_batches
 from wandistiller.units import Bytes
 
 RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "test"}
@@ -93,3 +93,10 @@ def test_short_weights_are_offered_with_the_rounding_that_goes_with_the_rest(pro
     assert "rounding" in propose()[0]
     found, _ = propose(**options)
     assert "weights_dtype" in found and "rounding" not in found
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (3, 1), (4, 2), (9, 3), (15, 5)])
+def test_more_batches_of_a_step_have_the_same_samples(before, after):
+    changes = smaller_batches(TrainConfig(batch_size=before, gradient_accumulation=2))
+    assert changes["batch_size"] == after
+    assert changes["batch_size"] * changes["gradient_accumulation"] == 2 * before
