@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -82,7 +83,7 @@ class Failure:
 
 def classify(error: BaseException) -> Failure | None:
     """Say what ran out; None for any other error."""
-    while isinstance(error, OutputError) and error.__cause__ is not None:
+    while isinstance(error, OutputError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     text = str(error)
     asked = _ASKED.search(text)
@@ -90,7 +91,8 @@ def classify(error: BaseException) -> Failure | None:
     if isinstance(error, torch.OutOfMemoryError):
         return Failure("device", size)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Failure("shared" if str(error.filename).startswith(f"{_SHARED}/") else "disk", None)
+        is_shared = str(error.filename).startswith(f"{_SHARED}/") if error.filename else _is_of_multiprocessing(error)
+        return Failure("shared" if is_shared else "disk", None)
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return Failure("host", size)
     # What another rank could not write arrives from there as its text alone.
@@ -104,6 +106,12 @@ def classify(error: BaseException) -> Failure | None:
         if isinstance(error, RuntimeError) and any(sign in text for sign in _DEVICE_SIGNS):
             return Failure("device", size)
     return None
+
+
+def _is_of_multiprocessing(error: OSError) -> bool:
+    """Say whether an error comes from making locks and queues for processes, which are in shared memory."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].partition(".")[0] == "multiprocessing"
 
 
 def _has_no_shared_memory(text: str) -> bool:
@@ -155,7 +163,8 @@ def describe(failure: Failure, command: str, config: CommandConfig, error: BaseE
         what += f", rank {os.environ.get('RANK', '?')} of {world}"
     why = list(failure.numbers)
     if not failure.is_foreseen:
-        why = _room_in([_SHARED] if failure.kind == "shared" else _written_places(error, config))
+        places = [_SHARED] if failure.kind == "shared" else _written_places(error, config)
+        why = [f"{room}{', without what was being written' if failure.kind == 'disk' else ''}" for room in _room_in(places)]
     if failure.asked is not None:
         why.append(f"{failure.asked} more were asked for")
     remedies = in_order(failure.remedies)
@@ -200,5 +209,5 @@ def _room_in(places: Sequence[Path]) -> list[str]:
     found = []
     for folder in folders:
         usage = shutil.disk_usage(folder)
-        found.append(f"{folder} has {Bytes(usage.free)} free of {Bytes(usage.total)}, without what was being written")
+        found.append(f"{folder} has {Bytes(usage.free)} free of {Bytes(usage.total)}")
     return found

@@ -243,6 +243,13 @@ def test_a_full_disk_that_no_error_names(tmp_path):
     assert f"{tmp_path} has" in str(caught.value)
 
 
+def test_locks_of_processes_are_in_shared_memory():
+    """The error has no file's name; it comes from within that module."""
+    with pytest.raises(OSError) as caught:
+        exec("raise OSError(28, 'No space left on device')", {"__name__": "multiprocessing.synchronize"})
+    assert classify(caught.value).kind == "shared"
+
+
 def test_shared_memory_that_is_full_is_no_full_disk():
     config = TrainConfig(model="tiny", dataset_path="world:4", workers=3)
     with pytest.raises(OutOfRoomError, match="Out of shared memory") as caught, advising("train", config):
