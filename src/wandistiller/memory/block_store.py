@@ -24,6 +24,8 @@ from wandistiller.memory.shared_host import share
 
 Read = Callable[[int, Member], Tensor]
 """Gives the values of a member of a block, in host memory and in the member's dtype."""
+GiveBack = Callable[[int, dict[str, Tensor]], None]
+"""Takes the members of a block that was read, where those after it could not be."""
 
 
 class BlockStore(Protocol):
@@ -64,8 +66,9 @@ class BlockStore(Protocol):
 class _InHostMemory:
     """What stores have in common that hold every block in host memory, ready to be copied."""
 
-    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+    def __init__(self, layouts: Sequence[BlockLayout], give_back: GiveBack | None) -> None:
         self.layouts = layouts
+        self._give_back = give_back
         self.flats: list[Tensor] = []
         self._held_back: dict[int, threading.Event] = {}
 
@@ -84,9 +87,15 @@ class _InHostMemory:
         """Make every block's flat bytes, page-locked for a CUDA device; one rank fills what a machine's ranks share."""
         budget = budget or HostBudget()
         if shared_as is None:
-            for index, size in enumerate(sizes):
-                self.flats.append(allocate_host(size, device, budget))
-                fill(index, self.flats[index])
+            try:
+                for index, size in enumerate(sizes):
+                    self.flats.append(allocate_host(size, device, budget))
+                    fill(index, self.flats[index])
+            except BaseException:
+                if self._give_back is not None:
+                    for done in range(len(self.flats) - 1):
+                        self._give_back(done, self.views(done))
+                raise
             return
 
         def filled(name: str) -> Tensor:
@@ -98,6 +107,9 @@ class _InHostMemory:
         self.flats = list(found.values())
         for flat in self.flats[:1]:  # all are pieces of one
             lock_pages(flat, device, budget)
+
+    def views(self, index: int) -> dict[str, Tensor]:
+        raise NotImplementedError
 
     def fetch(self, index: int) -> Tensor:
         event = self._held_back.get(index)
@@ -123,7 +135,7 @@ class _InHostMemory:
         self.flats[index] = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        pass
+        self.flats = []
 
 
 class HostStore(_InHostMemory):
@@ -138,12 +150,13 @@ class HostStore(_InHostMemory):
         device: torch.device,
         budget: HostBudget | None = None,
         shared_as: str | None = None,
+        give_back: GiveBack | None = None,
     ) -> None:
         """Read every block; ``read`` may give the tensors that the model holds now or read them from files.
 
         ``shared_as`` is a name under which the ranks of a machine have these blocks in common; nobody may change them then.
         """
-        super().__init__(layouts)
+        super().__init__(layouts, give_back)
 
         def fill(index: int, flat: Tensor) -> None:
             for member in layouts[index].members:
@@ -196,8 +209,9 @@ class QuantisedStore(_InHostMemory):
         device: torch.device,
         budget: HostBudget | None = None,
         shared_as: str | None = None,
+        give_back: GiveBack | None = None,
     ) -> None:
-        super().__init__(layouts)
+        super().__init__(layouts, give_back)
         # Rounding ten billion numbers takes a minute on a CPU and a second on the card.
         self._rounding_device = device
         self._counts = [sum(member.shape.numel() for member in self._matrices(layout)) for layout in layouts]
@@ -273,7 +287,7 @@ class QuantisedStore(_InHostMemory):
             start = self._scales_end(index) + member.offset - 2 * self._counts[index]
             flat[start : start + member.num_bytes].view(member.dtype).view(member.shape).copy_(values)
             return
-        exact = values.to(self._rounding_device, torch.float32).view(-1, self.GROUP)
+        exact = values.to(self._rounding_device, torch.float32).reshape(-1, self.GROUP)
         # 127 is the largest int8. The factor is rounded first, so that values are rounded to what will be multiplied out.
         scale = (exact.abs().amax(dim=1, keepdim=True) / 127).to(torch.bfloat16)
         divisor = scale.float().clamp_min(1e-30)

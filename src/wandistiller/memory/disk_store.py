@@ -74,6 +74,10 @@ class DiskStore:
         largest = max((layout.num_bytes for layout in layouts), default=0)
         self._buffers = [_Buffer(allocate_host(largest, device)) for _ in range(max(num_buffers, 2))]
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="wandistiller-disk")
+        # All now: a file that is replaced later would be read where the old one's tensors were.
+        for index, layout in enumerate(layouts):
+            for entry in filter(None, (locate(index, member) for member in layout.members)):
+                self._descriptor(entry.file)
 
     @property
     def host_bytes(self) -> int:

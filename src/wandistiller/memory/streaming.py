@@ -13,9 +13,11 @@ the current block is done, and that is enough: by then everything that used the 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -81,6 +83,9 @@ class BlockStream:
         """Whether passes are timed, for ``keep_up``."""
         self._clocks: dict[int, tuple[Ticket, Ticket]] = {}
         """When each block's computation began and ended in the last forward pass."""
+        self._stepping: torch.optim.Optimizer | None = None
+        """The one in whose step the weights are on the host."""
+        self._is_closed = False
 
     @property
     def device_bytes(self) -> int:
@@ -164,11 +169,15 @@ class BlockStream:
 
     @torch.inference_mode(False)
     def detach(self) -> None:
-        """Give the model its weights back in ordinary host memory, and take off every hook."""
+        """Give the model its weights back in ordinary host memory, and take off every hook; once."""
+        if self._is_closed:
+            return
         for index in range(len(self.layouts)):
             values = self._values(index)
             for member in self._members(index):
                 member.tensor.data = values[member.name].to("cpu", copy=True)
+            del values
+            self.store.drop(index)  # so that host memory never holds the model twice
         homes = {id(tensor): home for tensor, home in self._outside}
         for _, tensor in named_tensors(self.model):  # adapters may have come since, which are on the device
             tensor.data = tensor.data.to(homes.get(id(tensor), "cpu"))
@@ -176,6 +185,7 @@ class BlockStream:
 
     def close(self) -> None:
         """Let go of memory, threads and files; the model has no weights to compute with afterwards."""
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -197,6 +207,8 @@ class BlockStream:
         """
         if position in self._kept:
             return
+        if self._stepping is not None:
+            self._end_failed_step()
         if position in self._addresses and self._addresses[position][0].data_ptr() != self._addresses[position][1]:
             raise UsageError(
                 "The weights of a streamed model were moved or converted.",
@@ -281,7 +293,8 @@ class BlockStream:
 
         for part in block.modules():
             attach_mark(part, "stream", "streamed blocks")
-        self._hooks.append(block.register_forward_pre_hook(before, with_kwargs=True))
+        # Before all others, which may compute with the weights already.
+        self._hooks.append(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._hooks.append(block.register_forward_hook(after))
 
     def _let_stay(self, buffer: Tensor) -> None:
@@ -293,6 +306,19 @@ class BlockStream:
     def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return any(id(member.tensor) in parameters for layout in self.layouts for member in layout.members)
+
+    def _end_failed_step(self) -> None:
+        """Bring the weights back onto the device that a step which raised has left on the host."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name in ("step", "wrapper") and frame.f_locals.get("self") is self._stepping:
+                raise UsageError(
+                    "An optimiser's step asks a streamed model for its loss.",
+                    why="its weights are in host memory until the step is done.",
+                    fix="Compute the loss before the step, or keep the model on the device.",
+                )
+            frame = frame.f_back
+        self._move_to_slots()
 
     def _move_to_host(self) -> None:
         if not isinstance(self.store, HostStore):
@@ -314,6 +340,7 @@ class BlockStream:
                     tensor.grad = gradient.to(tensor.device)
 
     def _move_to_slots(self) -> None:
+        self._stepping = None
         if not isinstance(self.store, HostStore):
             return
         for position in self._ring:
@@ -389,9 +416,21 @@ def stream_blocks(
     def member_name(member: Member) -> str:
         return full_names[id(member)]
 
+    num_released = 0
+
     def read_member(index: int, member: Member) -> Tensor:
-        value = member.tensor.data if read is None else read(member_name(member))
-        return value if member.tensor.is_meta or read is not None else _released(member.tensor, value)
+        nonlocal num_released
+        if read is not None:
+            return read(member_name(member))
+        for done in range(num_released, index):  # so that host memory never holds more than a block twice
+            for each in stream.layouts[done].members:
+                each.tensor.data = torch.empty(0, dtype=each.dtype)
+        num_released = index
+        return member.tensor.data
+
+    def give_back(index: int, values: dict[str, Tensor]) -> None:
+        for member in stream.layouts[index].members:
+            member.tensor.data = values[member.name]
 
     if locate is not None:
         if train or read is None:
@@ -400,7 +439,7 @@ def stream_blocks(
         stream.store = DiskStore(stream.layouts, read_member, device, find, lane=lane)
     else:
         make = QuantisedStore if quantise else HostStore
-        stream.store = make(stream.layouts, read_member, device, budget, shared_as)
+        stream.store = make(stream.layouts, read_member, device, budget, shared_as, give_back if read is None else None)
     _make_ring(stream)
     _keep_the_rest_on_device(stream, taken, names, read)
     _let_optimisers_step(stream)
@@ -434,6 +473,7 @@ def _install_hooks() -> None:
         for stream in list(_streams):
             if stream._is_stepped_by(optimizer):
                 stream._move_to_host()
+                stream._stepping = optimizer
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for stream in list(_streams):
@@ -457,12 +497,6 @@ def blocks_to_keep(num_blocks: int, copy_seconds: float, compute_seconds: float,
     # The copies of all streamed blocks have to fit into the computation of all blocks.
     streamable = int(num_blocks * compute_seconds / copy_seconds)
     return max(0, min(num_blocks - streamable, room // max(block_bytes, 1)))
-
-
-def _released(tensor: Tensor, value: Tensor) -> Tensor:
-    """Return a value and let the tensor go of it, so that host memory never holds the model twice."""
-    tensor.data = torch.empty(0, dtype=value.dtype, device=value.device)
-    return value
 
 
 def _make_ring(stream: BlockStream) -> None:
