@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from wandistiller.config.placement import parse_resident
-from wandistiller.config.training import check_least
+from wandistiller.config.training import check_least, check_shares
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.errors import UsageError
 
@@ -73,6 +73,10 @@ class DistillConfig(TransformerTrainingConfig):
 
     guidance_scale: float = 1.0
     """Guidance of the teacher, on its trajectories and for --guidance-weight."""
+
+    caption_dropout: float | None = None
+    """Share of questions that are asked without a caption, so that guidance can be used when the student draws. Default: 0.1,
+    and 0 with --guidance-weight, whose student draws without guidance."""
 
     rollout_steps: int = 20
     """Solver steps of a trajectory; the student is asked at each."""
@@ -180,6 +184,7 @@ class DistillConfig(TransformerTrainingConfig):
             ("--teacher-draws", self.teacher_draws, 1),
             ("--refresh-every", self.refresh_every, 0),
         )
+        check_shares(("--caption-dropout", self.empty_share))
         parse_resident(self.teacher_resident, "--teacher-resident")
 
     def _check_strategy(self) -> None:
@@ -239,6 +244,13 @@ class DistillConfig(TransformerTrainingConfig):
                 why="it is asked anew in every step anyway.",
                 fix="Leave it away, or add --cache-teacher.",
             )
+
+    @property
+    def empty_share(self) -> float:
+        """The share of questions without a caption."""
+        if self.caption_dropout is not None:
+            return self.caption_dropout
+        return 0.0 if self.guidance_weight else 0.1
 
     @property
     def noisy_source(self) -> str:

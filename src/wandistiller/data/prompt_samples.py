@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from wandistiller.data.buckets import AllOne, Bucket
+from wandistiller.data.cached_samples import Randomness
 from wandistiller.data.prompt_texts import PromptTexts
 from wandistiller.data.prompts import Prompts
-from wandistiller.flow.sigma import SigmaDistribution
 
 
 class PromptSamples:
@@ -23,12 +23,12 @@ class PromptSamples:
         count: int,
         bucket: Bucket,
         latent_shape: tuple[int, int, int, int],
-        sigma: SigmaDistribution,
+        randomness: Randomness,
     ) -> None:
         self._prompts = prompts
         self._texts = texts
         self._latent_shape = latent_shape
-        self._sigma = sigma
+        self._randomness = randomness
         self.buckets: Sequence[Bucket] = AllOne(bucket, count)
         self.trims_text = texts.trims_text
         self.empty_text = texts.empty_text
@@ -58,10 +58,10 @@ class PromptSamples:
 
     def read(self, index: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return pure noise as the noisy latents of a sigma that it does not belong to."""
-        place = float(torch.rand(1, generator=generator, dtype=torch.float64))
+        place, drop = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
         return {
             "noisy": torch.randn(self._latent_shape, generator=generator),
             "place": torch.tensor(place, dtype=torch.float64),
-            "sigma": torch.tensor(self._sigma.quantile(place), dtype=torch.float32),
-            "text": self.text(index),
+            "sigma": torch.tensor(self._randomness.sigma.quantile(place), dtype=torch.float32),
+            "text": self.empty_text if drop < self._randomness.caption_dropout else self.text(index),
         }

@@ -42,9 +42,10 @@ Way = Literal["shared", "in_step", "first"]
 _LITTLE_NOISE = 0.5
 DTYPE = torch.float16
 """Noisy latents and velocities are a few units large, and 11 bits of them are more than the student gets right."""
-_VALUES = ("noisy", "target", "sigma", "item", "draw")
+_VALUES = ("noisy", "target", "sigma", "item", "draw", "is_empty")
+_NUMBERS = ("item", "draw", "is_empty")
 _CHECKSUM = "checksum"
-_NUMBERS_BYTES = 28  # a record's sigma, item, draw and checksum
+_NUMBERS_BYTES = 29  # a record's sigma, item, draw, is_empty and checksum
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Records:
     """Numbers of the captions."""
     draw: Tensor
     """Which noise of its item it was: the number of the draw."""
+    is_empty: Tensor
+    """Whether it was asked without the caption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,22 +182,24 @@ class TeacherRecords:
                 path.unlink()
 
     def read(self, index: int) -> dict[str, Tensor]:
-        """Return ``noisy``, ``sigma`` and ``target`` of one record in float32, its ``item`` and its ``draw``.
+        """Return ``noisy``, ``sigma`` and ``target`` of one record in float32, its ``item``, ``draw`` and ``is_empty``.
 
         Raises ``CheckpointError`` where they are not what was written.
         """
         number = bisect.bisect_right(self._starts, index) - 1
         path, row = self._path(self.plan.shards[number]), index - self._starts[number]
         shard = _open(str(path))
-        found = {name: shard.get_slice(name)[row] for name in _VALUES}
-        has_checksum = _CHECKSUM in set(shard.keys())  # earlier versions wrote none
+        names = set(shard.keys())  # earlier versions wrote no checksum, and asked about captions alone
+        found = {name: shard.get_slice(name)[row] for name in _VALUES if name in names}
+        has_checksum = _CHECKSUM in names
         if has_checksum and int(shard.get_slice(_CHECKSUM)[row]) != _checksum(found.values()):
             raise CheckpointError(
                 f"{path} is damaged.",
                 why=f"its record {row} is not what was written.",
                 fix="Remove this file and start again with --resume auto: what is missing is asked for again.",
             )
-        return {name: value if name in ("item", "draw") else value.float() for name, value in found.items()}
+        found.setdefault("is_empty", torch.tensor(0, dtype=torch.uint8))
+        return {name: value if name in _NUMBERS else value.float() for name, value in found.items()}
 
     def _path(self, shard: Shard) -> Path:
         return self.folder / shard.file_name
@@ -214,6 +219,7 @@ class TeacherRecords:
             "sigma": records.sigma.float().cpu(),
             "item": records.item.long().cpu(),
             "draw": records.draw.long().cpu(),
+            "is_empty": records.is_empty.to("cpu", torch.uint8),
         }
         rows = zip(*(values[name] for name in _VALUES), strict=True)
         values[_CHECKSUM] = torch.tensor([_checksum(row) for row in rows], dtype=torch.int64)
@@ -269,11 +275,13 @@ class RecordSamples:
         records: TeacherRecords,
         bucket: Bucket,
         texts: Callable[[int], Tensor],
+        empty_text: Tensor,
         made_of: Callable[[int, int], Mapping[str, Tensor]] | None = None,
     ) -> None:
         """``made_of`` gives the latents and the noise of an item's draw, where they are wanted too."""
         self.records = records
         self._texts = texts
+        self._empty_text = empty_text
         self._made_of = made_of
         self.buckets: Sequence[Bucket] = AllOne(bucket, len(records))
 
@@ -299,9 +307,9 @@ class RecordSamples:
     def read(self, index: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return a sample's tensors; nothing about it is random any more."""
         found = self.records.read(index)
-        item, draw = int(found.pop("item")), int(found.pop("draw"))
+        item, draw, is_empty = (int(found.pop(name)) for name in _NUMBERS)
         more = self._made_of(item, draw) if self._made_of is not None else {}
-        return {**found, **more, "text": self._texts(item)}
+        return {**found, **more, "text": self._empty_text if is_empty else self._texts(item)}
 
 
 def read_draw(samples: CachedSamples, item: int, draw: int, seed: int) -> dict[str, Tensor]:
@@ -318,7 +326,9 @@ def record_draws(samples: CachedSamples, shard: Shard, seed: int, ask: Callable[
         sigma = torch.stack([each["sigma"] for each in drawn])
         noisy = interpolate(batch["latents"], batch["noise"], sigma)
         items = torch.tensor(shard.items)
-        found.append(Records(noisy, sigma, ask(noisy, sigma, batch["text"]), items, torch.full_like(items, draw)))
+        is_empty = torch.tensor([each["text"] is samples.empty_text for each in drawn])
+        target = ask(noisy, sigma, batch["text"])
+        found.append(Records(noisy, sigma, target, items, torch.full_like(items, draw), is_empty))
     return join_records(found)
 
 

@@ -72,7 +72,7 @@ class Asking:
         if self._job.config.data_weight:
             assert isinstance(samples, CachedSamples)
             made_of = partial(_made_of, samples, self._job.config.seed)
-        return RecordSamples(records, samples.buckets[0], samples.text, made_of)
+        return RecordSamples(records, samples.buckets[0], samples.text, samples.empty_text, made_of)
 
     def records(self) -> TeacherRecords:
         """Return the answers of the round; what of them is not on disk is asked for."""
@@ -83,13 +83,17 @@ class Asking:
         else:
             records = TeacherRecords((config.cache_dir or config.output_dir / "cache") / "teacher" / plan.name, plan)
         serves = isinstance(self._teacher, ServedTeacher)
-        is_in_step = isinstance(self._teacher, TeacherInStep | TeacherTogether)
-        way: Way = "first" if serves else "in_step" if is_in_step else "shared"
+        way: Way = "first" if serves else "in_step" if self._is_in_step else "shared"
         with self._monitor.phase("asking the teacher", "teacher"):
             records.fill(self._answer, self._ranks, way)
         if self.round_number:
             records.remove_earlier(self._ranks)
         return records
+
+    @property
+    def _is_in_step(self) -> bool:
+        """Whether all ranks have to ask at the same time."""
+        return isinstance(self._teacher, TeacherInStep | TeacherTogether)
 
     def release(self) -> None:
         """Give the teacher's memory back."""
@@ -137,6 +141,8 @@ class Asking:
             "empty caption": _digest(self._questions.samples.empty_text.numpy().tobytes()),
             "seed": config.seed,
         }
+        if config.empty_share:
+            found["--caption-dropout"] = config.empty_share
         if self._is_rollout:
             return {**found, "way": f"{job.solver}, {config.rollout_steps} steps", "shift": job.shift}
         return {**found, "way": "draws", "sigma": asdict(job.sigma)}
@@ -187,6 +193,9 @@ class Asking:
             shift=job.shift,
             scale=config.guidance_scale,
             learns_guided=bool(config.guidance_weight),
+            empty_text=samples.empty_text if config.empty_share else None,
+            empty_share=config.empty_share,
+            asks_in_step=self._is_in_step,
             seed=config.seed,
             draw=shard.draws.start,
             device=job.device,

@@ -62,13 +62,16 @@ def open_questions(job: DistillJob, saved: Mapping[str, Any] | None = None) -> Q
     )
     count = _num_prompts(job, (saved or {}).get("num_prompts"))
     texts.ensure(range(count), device=job.device)
-    return Questions(PromptSamples(job.prompts, texts, count, bucket, shape, job.sigma), folds)
+    return Questions(PromptSamples(job.prompts, texts, count, bucket, shape, _randomness(job)), folds)
 
 
 def open_data(job: DistillJob, data: EncodedData, folds: bool) -> CachedSamples:
     """Return a data set as samples, with sigmas as the run draws them."""
-    randomness = Randomness(sigma=job.sigma)
-    return open_samples(data, randomness, job.teacher_config, workers=job.config.workers, trims_text=folds)
+    return open_samples(data, _randomness(job), job.teacher_config, workers=job.config.workers, trims_text=folds)
+
+
+def _randomness(job: DistillJob) -> Randomness:
+    return Randomness(sigma=job.sigma, caption_dropout=job.config.empty_share)
 
 
 def _check_one_size(place: str, buckets: Iterable[Bucket | None]) -> None:

@@ -28,7 +28,7 @@ def ask(shard):
     generator = torch.Generator().manual_seed(shard.items.start)
     noisy, target = (torch.randn(count, *SHAPE, generator=generator) for _ in range(2))
     items = torch.tensor(shard.items)
-    return Records(noisy, torch.linspace(0.1, 0.9, count), target, items, items + 100)
+    return Records(noisy, torch.linspace(0.1, 0.9, count), target, items, items + 100, items % 3 == 1)
 
 
 def test_records_come_back(tmp_path):
@@ -86,7 +86,7 @@ def test_a_record_that_has_changed_is_refused_when_it_is_read(tmp_path):
     records.fill(ask, ALONE)
     path = tmp_path / "r" / records.plan.shards[1].file_name
     content = bytearray(path.read_bytes())
-    content[-3] ^= 1  # in the last record's latents, the narrowest numbers, which come last
+    content[-7] ^= 1  # in the last record's latents, which come last but for a byte of each of the four
     path.write_bytes(content)
     again = TeacherRecords(tmp_path / "r", plan())
     again.fill(lambda shard: pytest.fail("all shards are there"), ALONE)
@@ -95,12 +95,13 @@ def test_a_record_that_has_changed_is_refused_when_it_is_read(tmp_path):
         again.read(7)
 
 
-def test_records_without_a_checksum_are_taken_as_they_are(tmp_path):
+def test_records_of_earlier_versions_are_taken_as_they_are(tmp_path):
     records = TeacherRecords(tmp_path / "r", plan())
     records.fill(ask, ALONE)
     path = tmp_path / "r" / records.plan.shards[0].file_name
-    save_file({name: value for name, value in load_file(path).items() if name != "checksum"}, path)
-    assert TeacherRecords(tmp_path / "r", plan()).read(2)["item"] == 2
+    save_file({name: value for name, value in load_file(path).items() if name not in ("checksum", "is_empty")}, path)
+    found = TeacherRecords(tmp_path / "r", plan()).read(1)
+    assert (found["item"], found["is_empty"]) == (1, 0)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"about"', "{}"])
@@ -129,7 +130,7 @@ def test_what_there_is_to_ask_is_said_before(tmp_path, capsys):
 
     with pytest.raises(KeyboardInterrupt):
         TeacherRecords(tmp_path / "r", plan()).fill(failing, ALONE)
-    assert "10 answers of the teacher, 10 to ask for: 1000 B in" in capsys.readouterr().err
+    assert "10 answers of the teacher, 10 to ask for: 1010 B in" in capsys.readouterr().err
 
 
 def test_records_of_something_else_are_refused(tmp_path):
@@ -141,7 +142,7 @@ def test_records_of_something_else_are_refused(tmp_path):
 
 def test_the_size_is_known_before_and_checked(tmp_path, monkeypatch):
     records = TeacherRecords(tmp_path / "r", plan(shards=1000))
-    assert records.plan.num_bytes() == 3998 * (2 * 2 * 18 + 4 + 8 + 8 + 8)
+    assert records.plan.num_bytes() == 3998 * (2 * 2 * 18 + 4 + 8 + 8 + 8 + 1)
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 1000})())
     with pytest.raises(OutOfRoomError, match="the disk has"):
         records.fill(ask, ALONE)
@@ -167,9 +168,10 @@ def test_ranks_share_the_shards(tmp_path):
 def test_samples_have_the_text_of_their_caption(tmp_path):
     records = TeacherRecords(tmp_path / "r", plan())
     records.fill(ask, ALONE)
-    samples = RecordSamples(records, Bucket(1, 24, 24), lambda item: torch.full((2, 3), float(item)))
-    found = samples.read(7, torch.Generator())
-    assert found["text"][0, 0] == 7.0 and found.keys() == {"noisy", "target", "sigma", "text"}
+    samples = RecordSamples(records, Bucket(1, 24, 24), lambda item: torch.full((2, 3), float(item)), torch.full((1, 3), -1.0))
+    found = samples.read(8, torch.Generator())
+    assert samples.read(7, torch.Generator())["text"].tolist() == [[-1.0] * 3], "asked without its caption"
+    assert found["text"][0, 0] == 8.0 and found.keys() == {"noisy", "target", "sigma", "text"}
     assert len(samples.buckets) == len(samples) == 10
 
 
@@ -179,7 +181,7 @@ def test_data_are_where_the_teacher_points_to_from_the_least_noise(tmp_path, sig
     asked = replace(ask(whole.shards[0]), sigma=torch.tensor(sigmas))
     records = TeacherRecords(tmp_path / "r", whole)
     records.fill(lambda shard: asked, ALONE)
-    found = list(RecordSamples(records, Bucket(1, 24, 24), lambda item: torch.zeros(2, 3)).some_data(9))
+    found = list(RecordSamples(records, Bucket(1, 24, 24), lambda item: torch.zeros(2, 3), torch.zeros(1, 3)).some_data(9))
     assert len(found) == len(taken)
     for data, row in zip(found, taken, strict=True):
         torch.testing.assert_close(data[0], asked.noisy[row] - sigmas[row] * asked.target[row], atol=5e-3, rtol=1e-3)
@@ -189,7 +191,7 @@ def test_samples_have_what_they_are_made_of_where_it_is_wanted(tmp_path):
     records = TeacherRecords(tmp_path / "r", plan())
     records.fill(ask, ALONE)
     made_of = {"made_of": lambda item, draw: {"latents": torch.tensor(item), "noise": torch.tensor(draw)}}
-    samples = RecordSamples(records, Bucket(1, 24, 24), lambda item: torch.zeros(2, 3), **made_of)
+    samples = RecordSamples(records, Bucket(1, 24, 24), lambda item: torch.zeros(2, 3), torch.zeros(1, 3), **made_of)
     found = samples.read(7, torch.Generator())
     assert (found["latents"], found["noise"]) == (7, 107)
 

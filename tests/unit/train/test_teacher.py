@@ -158,6 +158,37 @@ def test_guidance_leads_the_way_and_is_the_target_where_it_is_learnt(learns_guid
     torch.testing.assert_close(found.noisy[1], found.noisy[0] + (second - first) * 3.0 * found.noisy[0])
 
 
+class HearingTeacher:
+    """Says what text it was asked with."""
+
+    def __init__(self):
+        self.num_rows = []
+
+    def answer(self, noisy, sigma, text, *, scale=1.0, blocks=()):
+        self.num_rows.append(len(noisy))
+        velocity = text.mean((1, 2)).view(-1, 1, 1, 1, 1).expand_as(noisy)
+        return Answer(velocity, velocity)
+
+
+@pytest.mark.parametrize("asks_in_step", [False, True])
+def test_some_questions_are_asked_without_the_caption(asks_in_step):
+    """At the same places: where guidance, which follows the caption, will ask for an answer without it."""
+    how = {"solver": "euler", "num_steps": 100, "shift": 1.0, "scale": 1.0, "learns_guided": False, "seed": 3, "device": CPU}
+    items, shape, text = list(range(8)), (2, 1, 3, 3), torch.ones(8, 4, 5)
+    plain = roll_out(HearingTeacher(), text, items, shape, **how, draw=0)
+    teacher = HearingTeacher()
+    without = {"empty_text": torch.full((2, 5), -1.0), "empty_share": 0.1, "asks_in_step": asks_in_step}
+    found = roll_out(teacher, text, items, shape, **how, **without, draw=0)
+    torch.testing.assert_close(found.noisy, plain.noisy)
+    expected = torch.where(found.is_empty, -1.0, 1.0).view(-1, 1, 1, 1, 1).expand_as(found.target)
+    torch.testing.assert_close(found.target, expected)
+    # A share of 0.1 of 800, within four standard deviations.
+    assert 80 - 34 < found.is_empty.sum() < 80 + 34
+    assert len(teacher.num_rows) == 200 if asks_in_step else 100 < len(teacher.num_rows) < 200
+    again = roll_out(HearingTeacher(), text[:1], [3], shape, **how, **without, draw=0)
+    assert torch.equal(again.is_empty, found.is_empty[3::8]), "whoever is asked together"
+
+
 def test_the_noise_of_a_caption_and_a_draw_is_its_own():
     how = {"solver": "euler", "num_steps": 2, "shift": 1.0, "scale": 1.0, "learns_guided": False, "seed": 3, "device": CPU}
     both = roll_out(GaussianTeacher(), torch.zeros(2, 1, 1), [4, 7], (2, 1, 3, 3), **how, draw=0)

@@ -9,6 +9,7 @@ from torch import nn
 
 from wandistiller.data.batches import MicroBatch
 from wandistiller.data.buckets import Bucket
+from wandistiller.data.cached_samples import Randomness
 from wandistiller.data.loader import Batch, read_batch
 from wandistiller.data.prompt_samples import PromptSamples
 from wandistiller.flow.sigma import SigmaDistribution
@@ -181,7 +182,7 @@ def test_noise_for_prompts_is_asked_about_on_one_side_of_the_boundary():
     sigma = SigmaDistribution(shape="logit_normal", shift=3.0)
     prompts = SimpleNamespace(name=str)
     texts = SimpleNamespace(trims_text=False, empty_text=torch.zeros(1, 1), read=lambda index: torch.zeros(1, 1))
-    samples = PromptSamples(prompts, texts, 8, Bucket(1, 24, 24), (4, 1, 3, 3), sigma)
+    samples = PromptSamples(prompts, texts, 8, Bucket(1, 24, 24), (4, 1, 3, 3), Randomness(sigma=sigma))
     batch = read_batch(samples, MicroBatch(0, 0, tuple(range(8))), seed=0)
     places = batch.tensors["place"].tolist()
     assert batch.tensors["sigma"].tolist() == pytest.approx([sigma.quantile(place) for place in places])
