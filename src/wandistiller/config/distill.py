@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -71,8 +71,9 @@ class DistillConfig(TransformerTrainingConfig):
     data_weight: float = 0.0
     """Weight of flow matching on the data set's own latents."""
 
-    guidance_scale: float = 1.0
-    """Guidance of the teacher, on its trajectories and for --guidance-weight."""
+    guidance_scale: float | None = None
+    """Guidance of the teacher, on its trajectories and for --guidance-weight. Default: what such models are usually drawn with,
+    so that trajectories lie where sampling will go."""
 
     caption_dropout: float | None = None
     """Share of questions that are asked without a caption, so that guidance can be used when the student draws. Default: 0.1,
@@ -147,7 +148,7 @@ class DistillConfig(TransformerTrainingConfig):
         self._check_source()
         if not self.output_weight and not self.guidance_weight and not self.feature_weight and not self.data_weight:
             raise UsageError("All weights of objectives are 0.", fix="Give --output-weight 1.")
-        if self.guidance_weight and self.guidance_scale <= 1:
+        if self.guidance_weight and self.guidance_scale is not None and self.guidance_scale <= 1:
             raise UsageError("--guidance-weight needs guidance.", fix="Give a --guidance-scale above 1.")
         if self.output_weight and self.guidance_weight and (self.is_stored):
             raise UsageError(
@@ -244,6 +245,18 @@ class DistillConfig(TransformerTrainingConfig):
                 why="it is asked anew in every step anyway.",
                 fix="Leave it away, or add --cache-teacher.",
             )
+
+    @property
+    def guidance(self) -> float:
+        """The teacher's guidance once it is settled; before, none."""
+        return 1.0 if self.guidance_scale is None else self.guidance_scale
+
+    def with_guidance(self, usual: float) -> DistillConfig:
+        """Return the configuration with the teacher's guidance, by the flag or as usual; 1 where nothing is guided."""
+        is_guided = self.noisy_source == "trajectories" or self.guidance_weight > 0
+        config = replace(self, guidance_scale=usual if is_guided else 1.0) if self.guidance_scale is None else self
+        config.check()
+        return config
 
     @property
     def empty_share(self) -> float:

@@ -76,7 +76,7 @@ def _artists(config: ReportConfig, run: RunFolder) -> Sequence[Artist]:
     trained, scale = run.config, config.cfg_scale
     if not isinstance(trained, DistillConfig):
         return [Artist("Model", str(run.model), 1.0 if scale is None else scale)]
-    scale = trained.guidance_scale if scale is None else scale
+    scale = trained.guidance if scale is None else scale
     return [
         Artist("Teacher", config.teacher_path or run.base, scale),
         Artist("Student", str(run.model), 1.0 if trained.guidance_weight else scale),

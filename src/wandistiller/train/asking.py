@@ -136,7 +136,7 @@ class Asking:
             "precision": config.teacher_dtype if config.teacher_dtype == "float8" else str(dtype).removeprefix("torch."),
             "boundary": job.pipeline.boundary if len(job.teachers) > 1 else None,
             "shape": list(self._questions.latent_shape),
-            "guidance": config.guidance_scale if is_guided else 1.0,
+            "guidance": config.guidance if is_guided else 1.0,
             "learns": "guided" if config.guidance_weight else "plain",
             "empty caption": _digest(self._questions.samples.empty_text.numpy().tobytes()),
             "seed": config.seed,
@@ -180,7 +180,7 @@ class Asking:
         assert teacher is not None
         if not self._is_rollout:
             assert isinstance(samples, CachedSamples)
-            scale = config.guidance_scale if config.guidance_weight else 1.0
+            scale = config.guidance if config.guidance_weight else 1.0
             return record_draws(samples, shard, config.seed, partial(self._velocity, teacher, scale))
         text = torch.nn.utils.rnn.pad_sequence([samples.text(item) for item in shard.items], batch_first=True)
         return roll_out(
@@ -191,7 +191,7 @@ class Asking:
             solver=job.solver,
             num_steps=config.rollout_steps,
             shift=job.shift,
-            scale=config.guidance_scale,
+            scale=config.guidance,
             learns_guided=bool(config.guidance_weight),
             empty_text=samples.empty_text if config.empty_share else None,
             empty_share=config.empty_share,

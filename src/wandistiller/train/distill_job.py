@@ -89,7 +89,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
     factors = {"spatial_factor": vae.config["scale_factor_spatial"], "temporal_factor": vae.config["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, teachers[0].config, **factors)
-    config = with_sizes(config, plan)
+    config = with_sizes(config, plan).with_guidance(usual_size(vae.config).guidance)
     check_drawing(config, pipeline)
     shift = config.sigma_shift or pipeline.shift or 1.0
     job = DistillJob(

@@ -213,7 +213,7 @@ def _train(
         role,
         teacher,
         Objectives.of(config),
-        guidance_scale=config.guidance_scale,
+        guidance_scale=config.guidance,
         dtype=torch.float32,
         matched=_match_blocks(student, job.teacher_config["num_layers"]),
         adapter=adapter,

@@ -109,7 +109,7 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
         )
     factors = {"spatial_factor": shapes.vae["scale_factor_spatial"], "temporal_factor": shapes.vae["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, dict(shapes.transformers[0]), **factors)
-    config = with_sizes(config, plan)
+    config = with_sizes(config, plan).with_guidance(shapes.size.guidance)
     pixels = planned_pixels(config, shapes.vae)
     work = distill_work(config, shapes, plan.config, hardware, pixels)
     phases = [*encoding_phases(config, shapes, hardware)]
@@ -189,7 +189,7 @@ def _teacher_passes(config: DistillConfig) -> int:
     """Return how often the teacher computes for one answer."""
     if not Objectives.of(config).needs_teacher:
         return 0
-    is_guided = config.guidance_scale > 1 and (config.noisy_source == "trajectories" or config.guidance_weight > 0)
+    is_guided = config.guidance > 1 and (config.noisy_source == "trajectories" or config.guidance_weight > 0)
     return 2 if is_guided else 1
 
 

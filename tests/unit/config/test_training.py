@@ -119,3 +119,28 @@ def test_what_a_run_writes_of_itself_can_be_given_again(tmp_path, config):
     """It has every setting, also those that change nothing."""
     write_config(tmp_path / "run.toml", config, config.command)
     read_config(tmp_path / "run.toml", type(config), config.command, [config.command]).check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "share"), [({}, 0.1), ({"guidance_weight": 1.0}, 0.0), ({"guidance_weight": 1.0, "caption_dropout": 0.3}, 0.3)]
+)
+def test_a_student_that_will_be_guided_learns_the_empty_caption(fields, share):
+    assert DistillConfig(**fields).empty_share == share
+
+
+@pytest.mark.parametrize(
+    ("fields", "guidance"),
+    [
+        ({"data_path": "a.txt"}, 5.0),
+        ({"data_path": "a.txt", "guidance_scale": 2.0}, 2.0),
+        ({"dataset_path": "a"}, 1.0),
+        ({"dataset_path": "a", "guidance_weight": 1.0}, 5.0),
+    ],
+)
+def test_a_teacher_has_the_usual_guidance_where_it_is_guided(fields, guidance):
+    assert DistillConfig(teacher_path="a", **fields).with_guidance(5.0).guidance == guidance
+
+
+def test_guidance_that_is_none_is_not_learnt():
+    with pytest.raises(UsageError, match="--guidance-weight needs guidance"):
+        DistillConfig(teacher_path="a", dataset_path="a", guidance_weight=1.0).with_guidance(1.0)

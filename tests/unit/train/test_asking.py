@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from wandistiller.config.distill import DistillConfig
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import UsageError
+from wandistiller.memory.monitor import Monitor
 from wandistiller.models.sizes import find_size
 from wandistiller.models.tiny import write_random_pipeline
 from wandistiller.train.asking import Asking
 from wandistiller.train.distill_job import prepare_distillation
 from wandistiller.train.questions import open_questions
+from wandistiller.train.teacher import Answer
 
 SIZE = {"width": 32, "height": 32, "frames": (1,), "max_aspect": 1.0, "device": "cpu", "workers": 0}
 DATASET = {"dataset_path": "world:3:1x32x32", "cache_teacher": True, "rollout_batch": 2}
@@ -55,12 +57,34 @@ def asked(request, tmp_path_factory):
         {"teacher_dtype": "bfloat16"},
         {"teacher_dtype": "float8", "teacher_device_strategy": "offload"},
         {"sigma_shift": 2.0},
+        {"caption_dropout": 0.0},
         {"guidance_scale": 3.0, "guidance_weight": 1.0, "output_weight": 0.0},
     ],
 )
 def test_what_answers_depend_on_is_in_their_names(asked, changes):
     data, folder, questions, before = asked
     assert set(files(prepare(folder, **data, **changes), questions)).isdisjoint(before)
+
+
+class Hearing:
+    """A teacher that says what text it was asked with."""
+
+    def answer(self, noisy, sigma, text, *, scale=1.0, blocks=()):
+        velocity = text.float().sum((1, 2)).view(-1, 1, 1, 1, 1).expand_as(noisy)
+        return Answer(velocity, velocity)
+
+
+@pytest.mark.parametrize("data", [DATASET, PROMPTS], ids=["data", "prompts"])
+def test_samples_have_the_text_that_was_asked_with(tmp_path, data):
+    job = prepare(tmp_path, **data, caption_dropout=0.5)
+    questions = open_questions(job)
+    samples = Asking(job, questions, Hearing(), Ranks(), Monitor([job.device])).ask()
+    seen = []
+    for index in range(len(samples)):
+        found = samples.read(index, None)
+        assert float(found["target"].mean()) == pytest.approx(float(found["text"].sum()), rel=1e-2, abs=1e-2)
+        seen.append(found["text"] is questions.samples.empty_text)
+    assert {True, False} == set(seen)
 
 
 def test_answers_with_and_without_guidance_have_other_names_at_the_same_scale(asked):
