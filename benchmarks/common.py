@@ -93,7 +93,9 @@ def with_memory(row: Measurement) -> Measurement:
     if DEVICE.type == "cuda":
         row.peak_gib = torch.cuda.max_memory_allocated() / 2**30
         row.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
-    row.page_locked_gib = page_locked_bytes() / 2**30
+    # Ours is locked without PyTorch's allocator, which the public ways use.
+    theirs = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if DEVICE.type == "cuda" else 0
+    row.page_locked_gib = (page_locked_bytes() + theirs) / 2**30
     seconds = "out of memory" if row.seconds is None else f"{row.seconds:8.4f} s"
     print(
         f"{row.what:32} {row.way:44} {seconds:14} peak {row.peak_gib:7.2f} reserved {row.reserved_gib:7.2f} GiB "

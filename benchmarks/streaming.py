@@ -102,6 +102,7 @@ WAYS: dict[str, Ready] = {
     "wandistiller, 2 slots, process capped at 8 GiB": ours,
     "wandistiller, 2 slots, 8-bit": lambda size, weights: ours(size, weights, quantise=True),
     "diffusers group offload, block": group_offload("block_level", False),
+    "diffusers group offload, block, record_stream": group_offload("block_level", True),
     "diffusers group offload, leaf, record_stream": group_offload("leaf_level", True),
     "accelerate cpu_offload": accelerate_offload,
     ".to() / .cpu() per block": block_by_block,
