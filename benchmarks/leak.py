@@ -3,8 +3,9 @@
 python benchmarks/leak.py --output benchmarks/results [--steps 10000]
 
 A small Wan is trained with every part of the engine that holds memory between steps: more blocks than slots streamed from host
-memory, gradients handed to the host, inputs and attention of all blocks sent to host memory, AdamW on the host. The plain way is
-the same model on the card with diffusers' own checkpointing. Each has a process of its own, at the same time: what counts is memory, not seconds.
+memory, gradients handed to the host, inputs and attention of all blocks sent to host memory, AdamW on the host. The plain way
+is the same model on the card with diffusers' own checkpointing. Each has a process of its own, at the same time: what counts is
+memory, not seconds.
 """
 
 from __future__ import annotations
