@@ -22,6 +22,7 @@ from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter
 from wandistiller.models.devices import find_device, find_dtype
 from wandistiller.models.expert_pair import inspect_experts
 from wandistiller.models.latents import num_tokens
+from wandistiller.models.learnt_guidance import read_learnt_guidance
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.shapes import Shapes, read_config
 from wandistiller.models.sizes import SIZES, Size, usual_size
@@ -179,7 +180,7 @@ def prepare(config: SampleConfig) -> Job:
         geometry=geometry,
         schedule=SOLVERS[solver].schedule(config.steps, shift),
         solver=solver,
-        guidance=_find_guidance(config, usual, size),
+        guidance=_find_guidance(config, pipeline, usual, size),
         boundary=_find_boundary(config, pipeline, size, len(transformers)),
         prompts=prompts,
         numbers=range(len(prompts)),
@@ -213,8 +214,11 @@ def _check_channels(vae: StoredModel | None, drawn: int) -> None:
         )
 
 
-def _find_guidance(config: SampleConfig, usual: Size, size: Size | None) -> tuple[float, float]:
-    """Return the scales of the two experts; the second's own is taken where the first's is."""
+def _find_guidance(config: SampleConfig, pipeline: Pipeline | None, usual: Size, size: Size | None) -> tuple[float, float]:
+    """Return the scales of the two experts; the second's own is taken where the first's is. 1 for what has learnt guidance."""
+    own = pipeline.folder if pipeline is not None and not config.checkpoint else None
+    if config.cfg_scale is None and own is not None and read_learnt_guidance(own) is not None:
+        return 1.0, 1.0
     scale = config.cfg_scale if config.cfg_scale is not None else usual.guidance
     if config.cfg_scale_2 is not None:
         return scale, config.cfg_scale_2
