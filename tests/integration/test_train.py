@@ -147,6 +147,25 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
     assert steps == [1, 2, 3, 4]
 
 
+def test_samples_and_held_out_data_at_the_step_of_a_state_change_nothing(tmp_path):
+    """A run that goes on from that step is the same to the bit, in its weights, its metrics and its pictures."""
+    looks = {"held_out": "world-heldout:4:1x32x32", "validate_every": 2, "sample_every": 2, "sample_steps": 2, "use_ema": True}
+    train(**QUICK, output_dir=tmp_path / "plain", num_steps=4, use_ema=True)
+    train(**QUICK, **looks, output_dir=tmp_path / "straight", num_steps=4)
+    for number in (2, 4):
+        train(**QUICK, **looks, output_dir=tmp_path / "cut", num_steps=number, resume="auto")
+    for name in ("straight", "cut"):
+        assert equal(weights(tmp_path / name), weights(tmp_path / "plain"))
+    straight, cut = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("straight", "cut"))
+    held_out = [
+        [(line["step"], line["held_out/loss"]) for line in lines if "held_out/loss" in line] for lines in (straight, cut)
+    ]
+    assert held_out[0] == held_out[1] and [step for step, _ in held_out[0]] == [2, 4]
+    pictures = {path.relative_to(tmp_path / "straight"): path.read_bytes() for path in (tmp_path / "straight").rglob("*.png")}
+    assert len(pictures) == 8
+    assert all((tmp_path / "cut" / name).read_bytes() == content for name, content in pictures.items())
+
+
 def test_lora_files_that_others_load(tmp_path, tiny_folder):
     done = train(**{**QUICK, "learning_rate": 0.05}, output_dir=tmp_path, num_steps=3, lora_rank=4, lora_alpha=8)
     assert {path.name for path in done.output.iterdir()} == {"pytorch_lora_weights.safetensors", "comfyui_lora.safetensors"}
