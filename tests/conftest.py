@@ -72,6 +72,18 @@ def tiny_folder(own_cache):
 
 
 @pytest.fixture(scope="session")
+def wide_vae(tmp_path_factory, tiny_size):
+    """A VAE of more latent channels than the tiny transformer draws."""
+    from diffusers import AutoencoderKLWan
+
+    channels = tiny_size.vae["z_dim"] + 4
+    statistics = {"latents_mean": [0.0] * channels, "latents_std": [1.0] * channels}
+    folder = tmp_path_factory.mktemp("wide") / "vae"
+    AutoencoderKLWan(**{**tiny_size.vae, "z_dim": channels, **statistics}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def random_box(tmp_path_factory):
     """A box with a pipeline of its size and random weights."""
     from wandistiller.models.sizes import find_size

@@ -569,6 +569,16 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path, tiny_folder, mon
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("data", [PROMPTS, DATASET], ids=["prompts", "latents"])
+def test_a_vae_of_other_channels_is_refused_before_anything_is_encoded(tmp_path, monkeypatch, two_layers, wide_vae, data):
+    monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
+    options = {**QUICK, **data, "student_config": two_layers, "cache_dir": tmp_path / "new", "vae_checkpoint": wide_vae}
+    with pytest.raises(UsageError, match="The VAE has 12 latent channels, the transformer draws 8") as caught:
+        distill(**options, output_dir=tmp_path / "run", num_steps=1)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists() and not (tmp_path / "new").exists()
+
+
 def wrong_teacher(kind, tiny_folder, folder):
     """Return a pipeline with something wrong (values of its JSON files, for a mapping), or a piece of one."""
     if isinstance(kind, str) and (tiny_folder / kind).exists():

@@ -389,6 +389,14 @@ def test_wrong_input(tmp_path, monkeypatch, changes, message):
     assert not (tmp_path / "new").exists(), "nothing has been encoded"
 
 
+def test_a_vae_of_other_channels_is_refused_before_anything_is_encoded(tmp_path, monkeypatch, wide_vae):
+    monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(UsageError, match="The VAE has 12 latent channels, the transformer draws 8") as caught:
+        train(**QUICK, output_dir=tmp_path / "run", cache_dir=tmp_path / "new", num_steps=1, vae_checkpoint=wide_vae)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists() and not (tmp_path / "new").exists()
+
+
 def test_a_pipeline_without_a_scheduler_is_refused(tmp_path, tiny_folder):
     shutil.copytree(tiny_folder, tmp_path / "pipeline", ignore=shutil.ignore_patterns("scheduler"))
     with pytest.raises(CheckpointError, match="has no scheduler"):
