@@ -389,6 +389,15 @@ def test_wrong_input(tmp_path, monkeypatch, changes, message):
     assert not (tmp_path / "new").exists(), "nothing has been encoded"
 
 
+@pytest.mark.parametrize("dialect", ["diffusers", "original"])
+def test_the_result_has_the_vae_that_its_latents_are_of(tmp_path, given_vae, dialect):
+    vae, paths = given_vae
+    train(**QUICK, output_dir=tmp_path, cache_dir=tmp_path / "cache", num_steps=1, vae_checkpoint=paths[dialect])
+    found = WanPipeline.from_pretrained(tmp_path / "model").vae
+    assert equal(found.state_dict(), vae.state_dict())
+    assert found.config.latents_mean == vae.config.latents_mean and found.config.latents_std == vae.config.latents_std
+
+
 def test_a_vae_of_other_channels_is_refused_before_anything_is_encoded(tmp_path, monkeypatch, wide_vae):
     monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
     with pytest.raises(UsageError, match="The VAE has 12 latent channels, the transformer draws 8") as caught:

@@ -399,7 +399,8 @@ def _write_result(job: _Job, ranks: Ranks, student: Role, average: MovingAverage
             if ranks.is_first:
                 write_lora(target, adapters, alpha=config.lora_alpha or config.lora_rank, rank=config.lora_rank)
         elif ranks.is_first:
-            write_pipeline(target, job.pipeline, {job.part: lambda path: write_model(path, student.model)})
+            vae = job.vae if config.vae_checkpoint else None
+            write_pipeline(target, job.pipeline, {job.part: lambda path: write_model(path, student.model)}, vae)
         else:
             follow_model(student.model)
     if ranks.is_first:
