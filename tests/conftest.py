@@ -72,6 +72,33 @@ def tiny_folder(own_cache):
 
 
 @pytest.fixture(scope="session")
+def given_vae(tmp_path_factory, tiny_size):
+    """Another VAE than the tiny pipeline's, of other statistics too: the model, its folder, and a file of original names."""
+    from diffusers import AutoencoderKLWan
+
+    from wandistiller.api import export
+
+    channels, folder = tiny_size.vae["z_dim"], tmp_path_factory.mktemp("given")
+    torch.manual_seed(11)
+    vae = AutoencoderKLWan(**{**tiny_size.vae, "latents_mean": [0.25] * channels, "latents_std": [1.5] * channels})
+    vae.save_pretrained(folder / "vae")
+    export(model=str(folder / "vae"), output=folder / "vae.safetensors", format="original")
+    return vae, {"diffusers": folder / "vae", "original": folder / "vae.safetensors"}
+
+
+@pytest.fixture(scope="session")
+def wide_vae(tmp_path_factory, tiny_size):
+    """A VAE of more latent channels than the tiny transformer draws."""
+    from diffusers import AutoencoderKLWan
+
+    channels = tiny_size.vae["z_dim"] + 4
+    statistics = {"latents_mean": [0.0] * channels, "latents_std": [1.0] * channels}
+    folder = tmp_path_factory.mktemp("wide") / "vae"
+    AutoencoderKLWan(**{**tiny_size.vae, "z_dim": channels, **statistics}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def random_box(tmp_path_factory):
     """A box with a pipeline of its size and random weights."""
     from wandistiller.models.sizes import find_size

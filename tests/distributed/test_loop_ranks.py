@@ -13,6 +13,9 @@ from helpers.toy_training import Collect, ToyReader, make_loop, weights_of
 
 from wandistiller.distributed.ranks import joined
 from wandistiller.train.callbacks import Callback
+from wandistiller.train.drawing import Drawing
+from wandistiller.train.method import Role
+from wandistiller.train.samples import DrawSamples
 
 
 def be_rank(folder, steps, batch, accumulation, resume):
@@ -95,6 +98,41 @@ def test_a_signal_to_one_rank_ends_all_of_them_alike(tmp_path, step):
     run_ranks(2, be_interrupted, tmp_path, step, folder=tmp_path)
     assert json.loads((tmp_path / "ends.json").read_text()) == [[step, 15], [step, 15]]
     assert (tmp_path / "states" / f"step-{step:08d}" / "state.json").exists()
+
+
+class StoppedModel(torch.nn.Module):
+    """Rank 1 alone is told to end, at its second call."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.calls = rank, 0
+
+    def forward(self, noisy, times, text, return_dict):
+        self.calls += 1
+        if self.rank == 1 and self.calls == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [noisy]
+
+
+def be_interrupted_drawing(folder):
+    shape = {"text": torch.zeros(5, 3, 4), "empty_text": torch.zeros(3, 4), "latent_shape": (2, 1, 4, 4)}
+    way = {"num_steps": 20, "shift": 1.0, "solver": "euler", "cfg_scale": 1.0, "seed": 0, "dtype": torch.float32}
+    with joined(torch.device("cpu")) as ranks:
+        model = StoppedModel(ranks.rank)
+        drawing = Drawing(prompts=["a ball"] * 5, **shape, **way)
+        draws = DrawSamples(Role("student", model, is_trained=True), drawing, list, folder / "samples", fps=16, every=2)
+        stopped = make_loop(folder / "states", steps=6, ranks=ranks, callbacks=[draws]).run()
+        found = ranks.gather((stopped.step, stopped.signal, model.calls))
+        if ranks.is_first:
+            (folder / "ends.json").write_text(json.dumps(found))
+
+
+def test_a_signal_to_one_rank_ends_the_drawing_of_all(tmp_path):
+    """At the same step of the solver: ranks that share a model compute each of them together."""
+    run_ranks(2, be_interrupted_drawing, tmp_path, folder=tmp_path)
+    assert json.loads((tmp_path / "ends.json").read_text()) == [[2, 15, 2], [2, 15, 2]]
+    assert (tmp_path / "states" / "step-00000002" / "state.json").exists()
+    assert not (tmp_path / "samples").exists()
 
 
 # A thread of the process group that lives on can abort the process when the interpreter ends. What imports what, and when,

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from helpers.metrics import comparable
 from helpers.ranks import run_ranks
 
 from wandistiller.api import distill, train
+from wandistiller.train import samples
 
 # One run serves many tests, so these stay in one process.
 pytestmark = pytest.mark.xdist_group("slices")
@@ -69,6 +71,28 @@ def test_slices_train_as_a_card_does(both, name):
 def test_slices_draw_the_same_pictures(both):
     pictures = [sorted((both / ranks / "seen" / "samples").rglob("*.png")) for ranks in ("two", "one")]
     assert [path.name for path in pictures[0]] == [path.name for path in pictures[1]]
+
+
+def be_stopped_drawing(folder):
+    """Rank 1 alone is told to end, in the first of many steps of the solver."""
+    drawing = samples.draw
+
+    def draw(model, *rest, **how):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return drawing(model, *rest, **how)
+
+    samples.draw = draw
+    looks = {"sample_every": 2, "sample_steps": 1000, "use_ema": True}
+    done = train(**{**TRAIN, **looks, "parallel": "fsdp", "batch_size": 2, "output_dir": folder / "run"})
+    assert (done.step, done.exit_code) == (2, 128 + signal.SIGTERM)
+
+
+def test_slices_stop_drawing_together(tmp_path):
+    """A rank that left alone would leave the others waiting for its slices."""
+    run_ranks(2, be_stopped_drawing, tmp_path, folder=tmp_path)
+    assert (tmp_path / "run" / "states" / "step-00000002" / "state.json").exists()
+    assert not (tmp_path / "run" / "samples").exists()
 
 
 def test_a_teacher_in_slices_says_the_same(tmp_path, two_expert_folder):

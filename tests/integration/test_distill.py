@@ -569,6 +569,34 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path, tiny_folder, mon
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("data", "dialect"), [(DATASET, "diffusers"), (PROMPTS, "original")], ids=["latents", "prompts"])
+def test_the_result_has_the_vae_that_was_given(tmp_path, two_layers, two_expert_folder, given_vae, data, dialect):
+    """Also where the teacher's pipeline has none, and where its index loses an expert."""
+    vae, paths = given_vae
+    teacher = tmp_path / "teacher"
+    shutil.copytree(two_expert_folder, teacher)
+    shutil.rmtree(teacher / "vae")
+    index = json.loads((teacher / "model_index.json").read_text())
+    (teacher / "model_index.json").write_text(json.dumps({**index, "vae": [None, None]}))
+    options = {**QUICK, **data, "teacher_path": str(teacher), "student_config": two_layers, "vae_checkpoint": paths[dialect]}
+    distill(**options, output_dir=tmp_path / "run", cache_dir=tmp_path / "cache", num_steps=1)
+    pipeline = WanPipeline.from_pretrained(tmp_path / "run" / "model")
+    found, expected = pipeline.vae.state_dict(), vae.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert pipeline.vae.config.latents_std == vae.config.latents_std
+    assert pipeline.transformer_2 is None
+
+
+@pytest.mark.parametrize("data", [PROMPTS, DATASET], ids=["prompts", "latents"])
+def test_a_vae_of_other_channels_is_refused_before_anything_is_encoded(tmp_path, monkeypatch, two_layers, wide_vae, data):
+    monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
+    options = {**QUICK, **data, "student_config": two_layers, "cache_dir": tmp_path / "new", "vae_checkpoint": wide_vae}
+    with pytest.raises(UsageError, match="The VAE has 12 latent channels, the transformer draws 8") as caught:
+        distill(**options, output_dir=tmp_path / "run", num_steps=1)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists() and not (tmp_path / "new").exists()
+
+
 def wrong_teacher(kind, tiny_folder, folder):
     """Return a pipeline with something wrong (values of its JSON files, for a mapping), or a piece of one."""
     if isinstance(kind, str) and (tiny_folder / kind).exists():

@@ -147,6 +147,25 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path, options):
     assert steps == [1, 2, 3, 4]
 
 
+def test_samples_and_held_out_data_at_the_step_of_a_state_change_nothing(tmp_path):
+    """A run that goes on from that step is the same to the bit, in its weights, its metrics and its pictures."""
+    looks = {"held_out": "world-heldout:4:1x32x32", "validate_every": 2, "sample_every": 2, "sample_steps": 2, "use_ema": True}
+    train(**QUICK, output_dir=tmp_path / "plain", num_steps=4, use_ema=True)
+    train(**QUICK, **looks, output_dir=tmp_path / "straight", num_steps=4)
+    for number in (2, 4):
+        train(**QUICK, **looks, output_dir=tmp_path / "cut", num_steps=number, resume="auto")
+    for name in ("straight", "cut"):
+        assert equal(weights(tmp_path / name), weights(tmp_path / "plain"))
+    straight, cut = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("straight", "cut"))
+    held_out = [
+        [(line["step"], line["held_out/loss"]) for line in lines if "held_out/loss" in line] for lines in (straight, cut)
+    ]
+    assert held_out[0] == held_out[1] and [step for step, _ in held_out[0]] == [2, 4]
+    pictures = {path.relative_to(tmp_path / "straight"): path.read_bytes() for path in (tmp_path / "straight").rglob("*.png")}
+    assert len(pictures) == 8
+    assert all((tmp_path / "cut" / name).read_bytes() == content for name, content in pictures.items())
+
+
 def test_lora_files_that_others_load(tmp_path, tiny_folder):
     done = train(**{**QUICK, "learning_rate": 0.05}, output_dir=tmp_path, num_steps=3, lora_rank=4, lora_alpha=8)
     assert {path.name for path in done.output.iterdir()} == {"pytorch_lora_weights.safetensors", "comfyui_lora.safetensors"}
@@ -368,6 +387,23 @@ def test_wrong_input(tmp_path, monkeypatch, changes, message):
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run" / "model").exists()
     assert not (tmp_path / "new").exists(), "nothing has been encoded"
+
+
+@pytest.mark.parametrize("dialect", ["diffusers", "original"])
+def test_the_result_has_the_vae_that_its_latents_are_of(tmp_path, given_vae, dialect):
+    vae, paths = given_vae
+    train(**QUICK, output_dir=tmp_path, cache_dir=tmp_path / "cache", num_steps=1, vae_checkpoint=paths[dialect])
+    found = WanPipeline.from_pretrained(tmp_path / "model").vae
+    assert equal(found.state_dict(), vae.state_dict())
+    assert found.config.latents_mean == vae.config.latents_mean and found.config.latents_std == vae.config.latents_std
+
+
+def test_a_vae_of_other_channels_is_refused_before_anything_is_encoded(tmp_path, monkeypatch, wide_vae):
+    monkeypatch.setattr("wandistiller.models.stored.StoredModel.read", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(UsageError, match="The VAE has 12 latent channels, the transformer draws 8") as caught:
+        train(**QUICK, output_dir=tmp_path / "run", cache_dir=tmp_path / "new", num_steps=1, vae_checkpoint=wide_vae)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists() and not (tmp_path / "new").exists()
 
 
 def test_a_pipeline_without_a_scheduler_is_refused(tmp_path, tiny_folder):

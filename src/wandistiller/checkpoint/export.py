@@ -10,8 +10,7 @@ from pathlib import Path
 import diffusers
 import torch
 
-from wandistiller.checkpoint.formats import WRITERS, target_dtypes
-from wandistiller.checkpoint.proof import prove_equal
+from wandistiller.checkpoint.proof import write_and_prove
 from wandistiller.config.export import ExportConfig
 from wandistiller.errors import UsageError
 from wandistiller.files import complete_or_absent, expand_home
@@ -23,7 +22,7 @@ from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import StoredModel, inspect_checkpoint
 from wandistiller.models.text_limit import TEXT_LIMIT_NAME
-from wandistiller.terminal import progress, say
+from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
 _MODEL_PARTS = ("transformer", "transformer_2", "vae")
@@ -69,7 +68,7 @@ def _export_model(stored: StoredModel, output: Path, format_name: str, dtype: to
     if format_name == "diffusers" and output.suffix == ".safetensors":
         raise UsageError(f"--output {output} is a folder in this format.", fix="Leave .safetensors away.")
     with complete_or_absent(output) as partial:
-        _write_and_prove(stored, partial, format_name, dtype)
+        write_and_prove(stored, partial, format_name, dtype)
     return _describe(stored, output)
 
 
@@ -84,19 +83,10 @@ def _export_pipeline(config: ExportConfig, dtype: torch.dtype | None) -> list[Ex
     with complete_or_absent(config.output) as partial:
         partial.mkdir()
         for name, model in stored.items():
-            _write_and_prove(model, partial / f"{name}{suffix}", config.format, dtype)
+            write_and_prove(model, partial / f"{name}{suffix}", config.format, dtype)
         if config.format == "diffusers":
             _copy_other_parts(pipeline, partial)
     return [_describe(model, config.output / f"{name}{suffix}") for name, model in stored.items()]
-
-
-def _write_and_prove(stored: StoredModel, path: Path, format_name: str, dtype: torch.dtype | None) -> None:
-    dtypes = target_dtypes(stored, dtype)
-    name = stored.architecture.name
-    with progress(f"Writing {name}", len(dtypes), "tensor") as advance:
-        WRITERS[format_name](path, stored, dtypes, advance)
-    with progress(f"Proving {name}", len(dtypes), "tensor") as advance:
-        prove_equal(stored, inspect_checkpoint(path, stored.architecture), dtypes, advance)
 
 
 def _copy_other_parts(pipeline: Pipeline, folder: Path) -> None:

@@ -6,14 +6,27 @@ The models are run with one block in memory at a time, so that a 14B is proved o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from wandistiller.checkpoint.formats import WRITERS, target_dtypes
 from wandistiller.errors import OutputError, shortened
 from wandistiller.models.load import set_tensor
-from wandistiller.models.stored import TRANSFORMER, StoredModel, build_empty
+from wandistiller.models.stored import TRANSFORMER, StoredModel, build_empty, inspect_checkpoint
 from wandistiller.models.text import MAX_TEXT_TOKENS
+from wandistiller.terminal import progress
+
+
+def write_and_prove(stored: StoredModel, path: Path, format_name: str, dtype: torch.dtype | None = None) -> None:
+    """Write a model in a format, in a dtype or in its own, and raise ``OutputError`` unless it is the same when read again."""
+    dtypes = target_dtypes(stored, dtype)
+    name = stored.architecture.name
+    with progress(f"Writing {name}", len(dtypes), "tensor") as advance:
+        WRITERS[format_name](path, stored, dtypes, advance)
+    with progress(f"Proving {name}", len(dtypes), "tensor") as advance:
+        prove_equal(stored, inspect_checkpoint(path, stored.architecture), dtypes, advance)
 
 
 def prove_equal(

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from wandistiller.checkpoint.formats import into_shards, write_folder
+from wandistiller.checkpoint.proof import write_and_prove
 from wandistiller.distributed.pieces import whole
 from wandistiller.errors import OutputError
 from wandistiller.files import complete_or_absent
 from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.models.pipeline import Pipeline
-from wandistiller.models.stored import inspect_checkpoint
+from wandistiller.models.stored import StoredModel, inspect_checkpoint
 from wandistiller.models.text_limit import write_text_limit
 from wandistiller.models.text_padding import TEXT_TOKENS
 from wandistiller.models.transformer_keys import to_original
@@ -32,12 +33,17 @@ def write_pipeline(
     target: Path,
     pipeline: Pipeline,
     replaced: Mapping[str, Callable[[Path], None]],
+    vae: StoredModel | None = None,
     complete: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a diffusers pipeline in which some parts are new; the others are linked to, or copied from, where they are.
 
+    ``vae`` is the one that the new parts' latents are of, where that is not the pipeline's own; it may be of any dialect.
     ``complete`` may change the folder before it gets its name.
     """
+    if vae is not None:
+        given = vae
+        replaced = {**replaced, "vae": lambda path: write_and_prove(given, path, "diffusers")}
     with complete_or_absent(target) as partial:
         partial.mkdir(parents=True)
         for name, path in pipeline.parts.items():
@@ -46,20 +52,30 @@ def write_pipeline(
         for name, write in replaced.items():
             write(partial / name)
         shutil.copyfile(pipeline.folder / "model_index.json", partial / "model_index.json")
+        if vae is not None:  # the pipeline itself may have none
+            _change_index(partial, {"vae": ["diffusers", vae.architecture.model_class.__name__]})
         complete(partial)
+
+
+def _change_index(folder: Path, changes: Mapping[str, object]) -> None:
+    index = folder / "model_index.json"
+    values = {**json.loads(index.read_text(encoding="utf-8")), **changes}
+    index.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def write_student_pipeline(
     target: Path,
     pipeline: Pipeline,
     write: Callable[[Path], None],
+    *,
+    vae: StoredModel | None = None,
     adapter: ChannelAdapter | None = None,
     max_text_tokens: int = TEXT_TOKENS,
 ) -> None:
     """Write a pipeline whose one transformer is new; where the old one had two experts, the new one has none.
 
-    ``adapter`` goes with a transformer whose latents have other channels than the VAE's, ``max_text_tokens`` with one that
-    knows the beginning of captions alone.
+    ``vae`` is as in ``write_pipeline``. ``adapter`` goes with a transformer whose latents have other channels than the VAE's,
+    ``max_text_tokens`` with one that knows the beginning of captions alone.
     """
 
     def complete(folder: Path) -> None:
@@ -67,13 +83,10 @@ def write_student_pipeline(
         if adapter is not None:
             adapter.save(folder)
         if "transformer_2" in pipeline.parts:
-            index = folder / "model_index.json"
-            values = json.loads(index.read_text(encoding="utf-8"))
-            values |= {"transformer_2": [None, None], "boundary_ratio": None}
-            index.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            _change_index(folder, {"transformer_2": [None, None], "boundary_ratio": None})
 
     replaced = replace(pipeline, parts={name: path for name, path in pipeline.parts.items() if name != "transformer_2"})
-    write_pipeline(target, replaced, {"transformer": write}, complete)
+    write_pipeline(target, replaced, {"transformer": write}, vae, complete)
 
 
 def write_model(folder: Path, model: nn.Module) -> None:

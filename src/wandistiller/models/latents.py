@@ -9,12 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wandistiller.errors import UsageError
+
 
 def latent_shape(vae_config: Mapping[str, Any], pixels: Sequence[int]) -> tuple[int, int, int, int]:
     """Return the latents' shape (channels, frames, height, width) for pixels of shape (..., frames, height, width)."""
     frames, height, width = pixels[-3:]
     spatial, temporal = vae_config["scale_factor_spatial"], vae_config["scale_factor_temporal"]
     return vae_config["z_dim"], (frames - 1) // temporal + 1, height // spatial, width // spatial
+
+
+def check_channels(vae_config: Mapping[str, Any], drawn: int) -> None:
+    """Raise ``UsageError`` for a VAE whose latents have other channels than a transformer draws."""
+    if vae_config["z_dim"] != drawn:
+        raise UsageError(
+            f"The VAE has {vae_config['z_dim']} latent channels, the transformer draws {drawn}.",
+            fix="Use the VAE that belongs to the model: 16 channels for Wan 2.1 and A14B, 48 for the 5B.",
+        )
 
 
 def num_tokens(transformer_config: Mapping[str, Any], shape: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from wandistiller.memory.rates import fastest_cpu_dtype
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter
 from wandistiller.models.devices import find_device, find_dtype
 from wandistiller.models.expert_pair import inspect_experts
-from wandistiller.models.latents import num_tokens
+from wandistiller.models.latents import check_channels, num_tokens
 from wandistiller.models.learnt_guidance import read_learnt_guidance
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.shapes import Shapes, read_config
@@ -164,7 +164,8 @@ def prepare(config: SampleConfig) -> Job:
     if config.image is not None:
         _check_image_parts(config, inputs, pipeline, vae)
     adapter = _find_adapter(pipeline, first["out_channels"])
-    _check_channels(vae, adapter.teacher_channels if adapter is not None else first["out_channels"])
+    if vae is not None:
+        check_channels(vae.config, adapter.teacher_channels if adapter is not None else first["out_channels"])
     geometry = _find_geometry(config, usual, vae, pipeline, first)
     solver = pipeline.choose_solver(config.solver) if pipeline else "unipc" if config.solver == "auto" else config.solver
     shift = config.sigma_shift or (pipeline.shift if pipeline else None) or usual.shift
@@ -204,14 +205,6 @@ def _find_pipeline(config: SampleConfig) -> Pipeline | None:
             fix="Encode the prompt with a diffusers pipeline's text encoder and give the file as --cond; see docs/sample.md.",
         )
     return pipeline
-
-
-def _check_channels(vae: StoredModel | None, drawn: int) -> None:
-    if vae is not None and vae.config["z_dim"] != drawn:
-        raise UsageError(
-            f"The VAE has {vae.config['z_dim']} latent channels, the transformer draws {drawn}.",
-            fix="Use the VAE that belongs to the model: 16 channels for Wan 2.1 and A14B, 48 for the 5B.",
-        )
 
 
 def _find_guidance(config: SampleConfig, pipeline: Pipeline | None, usual: Size, size: Size | None) -> tuple[float, float]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from wandistiller.distributed.ranks import read_ranks
 from wandistiller.terminal import say
 from wandistiller.train.ema import MovingAverage
+from wandistiller.train.interrupts import Interrupted
+from wandistiller.train.random_states import keep_random_states
 
 if TYPE_CHECKING:
     from wandistiller.train.loop import Loop
@@ -26,7 +28,14 @@ class Callback:
         """Before every step."""
 
     def stepped(self, loop: Loop) -> None:
-        """After every step."""
+        """After every step, before its state is saved: what belongs to the step, such as an average, and takes no time."""
+
+    def looking(self, loop: Loop) -> None:
+        """After every step, once a state that is due is saved: what takes its time and changes nothing that is saved.
+
+        It may call ``loop.heed_signals``. Random numbers have to be left as they are: a run that goes on from the state has not
+        drawn them.
+        """
 
     def logged(self, loop: Loop, values: Mapping[str, float]) -> None:
         """After every logging interval, with its averages."""
@@ -48,14 +57,18 @@ class Callback:
 class EverySoOften(Callback, ABC):
     """Does something after every ``every`` steps, and at the end if that step was not one of them; 0 is the end alone.
 
-    A run that is interrupted has not come to its end: whoever stopped it wants it to be over.
+    A run that is interrupted has not come to its end: whoever stopped it wants it to be over. What a signal comes to is left
+    out, where ``act`` calls ``loop.heed_signals`` often enough.
     """
+
+    what = "a look at the model"
+    """What is said to be left out."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._done_at = -1
 
-    def stepped(self, loop: Loop) -> None:
+    def looking(self, loop: Loop) -> None:
         if self._every and loop.step % self._every == 0:
             self._do(loop)
 
@@ -65,12 +78,17 @@ class EverySoOften(Callback, ABC):
 
     @abstractmethod
     def act(self, loop: Loop) -> None:
-        """Do it, on all ranks."""
+        """Do it, on all ranks, which call ``loop.heed_signals`` together."""
 
     def _do(self, loop: Loop) -> None:
         self._done_at = loop.step
-        with loop.clock.pause():
-            self.act(loop)
+        with loop.clock.pause(), keep_random_states(loop.device):
+            try:
+                loop.heed_signals()
+                self.act(loop)
+            except Interrupted:
+                if loop.ranks.is_first:
+                    say(f"Step {loop.step}: left out {self.what}, because a signal came")
 
 
 class KeepAverage(Callback):

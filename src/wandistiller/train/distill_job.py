@@ -22,6 +22,7 @@ from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.device_map import check_device_map, read_device_map
 from wandistiller.models.derive_student import check_coverage, measure_coverage
 from wandistiller.models.expert_pair import inspect_experts
+from wandistiller.models.latents import check_channels
 from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
 from wandistiller.models.sizes import usual_size
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, build_empty, inspect_checkpoint
@@ -87,6 +88,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     pipeline = find_diffusers_pipeline(config.teacher_path, _PARTS, flag="--teacher-path")
     teachers = _find_teachers(config, pipeline)
     vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
+    check_channels(vae.config, teachers[0].config["out_channels"])
     factors = {"spatial_factor": vae.config["scale_factor_spatial"], "temporal_factor": vae.config["scale_factor_temporal"]}
     plan = read_student_config(config.student_config, teachers[0].config, **factors)
     config = with_sizes(config, plan).with_guidance(usual_size(vae.config).guidance)

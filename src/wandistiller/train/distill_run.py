@@ -348,8 +348,14 @@ def _write_result(
     target = job.config.output_dir / "model"
     with in_use(average):
         if ranks.is_first:
-            limit = job.plan.text_max_length
-            write_student_pipeline(target, job.pipeline, lambda path: write_model(path, student.model), adapter, limit)
+            write_student_pipeline(
+                target,
+                job.pipeline,
+                lambda path: write_model(path, student.model),
+                vae=job.vae if job.config.vae_checkpoint else None,
+                adapter=adapter,
+                max_text_tokens=job.plan.text_max_length,
+            )
         else:
             follow_model(student.model)
     if ranks.is_first:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from wandistiller.flow.guidance import guide, needs_unconditional
-from wandistiller.flow.solver import SOLVERS, integrate
+from wandistiller.flow.solver import SOLVERS
 from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.train.optimisation import MixedPrecision, autocast
 
-Decode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Turns normalised latents, one sample each, into pixels (channels, frames, height, width) from -1 to 1."""
+Decode = Callable[[Sequence[Tensor]], Iterable[Tensor]]
+"""Turns normalised latents, one sample each, into pixels (channels, frames, height, width) from -1 to 1, one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,18 @@ class Drawing:
 
 @torch.no_grad()
 def draw(
-    model: nn.Module, drawing: Drawing, indices: Sequence[int], *, device: torch.device, precision: MixedPrecision
+    model: nn.Module,
+    drawing: Drawing,
+    indices: Sequence[int],
+    *,
+    device: torch.device,
+    precision: MixedPrecision,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Return the latents of some of the prompts, computed together; each has noise of its own, whoever it is drawn with."""
+    """Return the latents of some of the prompts, computed together; each has noise of its own, whoever it is drawn with.
+
+    ``on_step`` is called after every step of the solver, and may end the drawing by raising.
+    """
     text = drawing.text[list(indices)].to(device, drawing.dtype)
     empty = drawing.empty_text.to(device, drawing.dtype).expand(len(indices), -1, -1)
     noise = torch.stack(
@@ -63,6 +72,10 @@ def draw(
     solver = SOLVERS[drawing.solver]
     was_training = model.training
     model.eval()
-    latents = integrate(solver.steps, velocity, noise, solver.schedule(drawing.num_steps, drawing.shift))
-    model.train(was_training)
+    latents = noise
+    try:
+        for latents in solver.steps(velocity, noise, solver.schedule(drawing.num_steps, drawing.shift)):
+            on_step()
+    finally:
+        model.train(was_training)
     return latents

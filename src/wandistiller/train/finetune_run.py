@@ -37,7 +37,7 @@ from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.memory.works import Training
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.expert_pair import inspect_experts
-from wandistiller.models.latents import denormalise
+from wandistiller.models.latents import check_channels, denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
 from wandistiller.models.shapes import Shapes
@@ -105,6 +105,7 @@ class _Job:
     part: str
     """Which part of the pipeline is trained."""
     transformer: StoredModel
+    vae: StoredModel
     sigma: SigmaDistribution
     precision: MixedPrecision
     dtype: torch.dtype
@@ -164,6 +165,8 @@ def _prepare(config: TrainConfig) -> _Job:
     other = {"transformer", "transformer_2"} & set(pipeline.parts) - {part}
     transformer = inspect_experts([config.ckpt_path or pipeline.part(part), *map(pipeline.part, other)])[0]
     check_text_to_video(transformer.config, "trained")
+    vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
+    check_channels(vae.config, transformer.config["out_channels"])
     if config.lora_rank:
         check_targets(build_empty(TRANSFORMER, transformer.config), config.lora_targets)
     pipeline.part("scheduler")  # without one the result could not be sampled as a pipeline
@@ -180,6 +183,7 @@ def _prepare(config: TrainConfig) -> _Job:
         pipeline=pipeline,
         part=part,
         transformer=transformer,
+        vae=vae,
         sigma=sigma,
         precision=choose_precision(config, device, weights),
         dtype=weights,
@@ -329,8 +333,7 @@ def _train(
 
 
 def _shapes(job: _Job) -> Shapes:
-    vae = inspect_checkpoint(job.config.vae_checkpoint or job.pipeline.part("vae"), VAE)
-    return Shapes.of(vae.config, job.transformer.config)
+    return Shapes.of(job.vae.config, job.transformer.config)
 
 
 def _foresee(job: _Job, student: _Student, data: EncodedData) -> Callable[[Hardware], Phase]:
@@ -396,7 +399,8 @@ def _write_result(job: _Job, ranks: Ranks, student: Role, average: MovingAverage
             if ranks.is_first:
                 write_lora(target, adapters, alpha=config.lora_alpha or config.lora_rank, rank=config.lora_rank)
         elif ranks.is_first:
-            write_pipeline(target, job.pipeline, {job.part: lambda path: write_model(path, student.model)})
+            vae = job.vae if config.vae_checkpoint else None
+            write_pipeline(target, job.pipeline, {job.part: lambda path: write_model(path, student.model)}, vae)
         else:
             follow_model(student.model)
     if ranks.is_first:

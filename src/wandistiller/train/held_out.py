@@ -31,6 +31,8 @@ class MeasuresErrors(Protocol):
 class MeasureHeldOut(EverySoOften):
     """Writes ``held_out/loss`` and one loss for each quantile; ranks share the samples."""
 
+    what = "the loss on held-out data"
+
     def __init__(
         self,
         method: MeasuresErrors,
@@ -56,6 +58,7 @@ class MeasureHeldOut(EverySoOften):
         sums = torch.zeros(len(QUANTILES) + 1, dtype=torch.float64)
         with in_use(self._average):
             for index, counts in loop.ranks.turns(self._count):
+                loop.heed_signals()
                 errors = self._errors(loop, index)
                 if counts:
                     sums[:-1] += errors

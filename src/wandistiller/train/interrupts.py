@@ -11,6 +11,10 @@ from typing import Any
 from wandistiller.distributed.failures import is_rank
 
 
+class Interrupted(Exception):  # noqa: N818  nothing has gone wrong
+    """A signal has come: what only looks at the model ends here, and a run that it belongs to saves and is over."""
+
+
 class Interrupts:
     """Notes the first Ctrl-C or SIGTERM."""
 

@@ -23,11 +23,12 @@ from wandistiller.data.batches import StepPlan
 from wandistiller.data.loader import Batch, SampleReader, load_steps
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import TrainingError, UsageError, shortened
+from wandistiller.memory.rates import synchronise
 from wandistiller.memory.stored_state import changing_state
 from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.data_place import DataPlaces
-from wandistiller.train.interrupts import Interrupts
+from wandistiller.train.interrupts import Interrupted, Interrupts
 from wandistiller.train.method import Losses, Method, Role, Turn
 from wandistiller.train.numbers import Number, Numbers, Sums
 from wandistiller.train.optimisation import OTHER_WEIGHTS, MixedPrecision, Optimises, autocast, refuse_other_flags
@@ -156,6 +157,8 @@ class Loop:
                 if self.options.save_every and self.step % self.options.save_every == 0:
                     with self.clock.pause():
                         self._save(goes_on=self.step < self.options.num_steps)
+                # Only now: it may take long, and whoever ends the run meanwhile finds the state.
+                self._tell("looking")
             self._check_losses()
             self.seconds_per_step = self.clock.seconds / max(self.step - first, 1)
             if self._saved_step != self.step:
@@ -200,6 +203,15 @@ class Loop:
     def _interrupted_by(self) -> int | None:
         """Return the signal that has reached some rank, the same on all of them."""
         return self.ranks.largest(self._interrupts.signal or 0) or None
+
+    def heed_signals(self) -> None:
+        """Raise ``Interrupted`` if a signal has reached some rank; all ranks ask together, and so leave at the same place.
+
+        Else one of them would wait for the others' part in what they compute or count together.
+        """
+        synchronise(self.device)  # the host is ahead of the device, and would have asked for the last time long before its end
+        if self._interrupted_by() is not None:
+            raise Interrupted
 
     def _save(self, *, goes_on: bool) -> None:
         """Write the state, all ranks together, and beside the next steps where there are some."""

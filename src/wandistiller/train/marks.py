@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class MeasureMarks(EverySoOften):
     """Writes ``marks/overall`` and one share for each kind of attribute; ranks share the captions."""
 
+    what = "the marks of held-out captions"
+
     def __init__(
         self,
         role: Role,
@@ -49,6 +51,7 @@ class MeasureMarks(EverySoOften):
     def act(self, loop: Loop) -> None:
         marks = Marks()
         for prompts, latents in self._draw(loop):
+            loop.heed_signals()
             for prompt, pixels in zip(prompts, self._decode(latents), strict=True):
                 marks.add(judge(to_bytes(pixels), prompt))
         counted = [counts[kind] for counts in (marks.right, marks.total) for kind in KINDS]
@@ -61,14 +64,17 @@ class MeasureMarks(EverySoOften):
             say(f"Step {loop.step}, held-out captions: marks {self.shares['marks/overall']:.1%}")
 
     def _draw(self, loop: Loop) -> list[tuple[list[str], list[Tensor]]]:
-        """Return captions and what was drawn of them, some together: those that count on this rank."""
+        """Return captions and what was drawn of them, some together: those that count on this rank.
+
+        All ranks have as many entries, of which one may be empty.
+        """
         drawn = []
         with in_use(self._average):
             for drawing in self._drawings:
                 mine = loop.ranks.turns(len(drawing.prompts))
                 for start in range(0, len(mine), self._at_once):
                     some = mine[start : start + self._at_once]
-                    how = {"device": loop.device, "precision": loop.options.precision}
+                    how = {"device": loop.device, "precision": loop.options.precision, "on_step": loop.heed_signals}
                     latents = draw(self._role.model, drawing, [index for index, _ in some], **how)
                     counting = [number for number, (_, counts) in enumerate(some) if counts]
                     prompts = [drawing.prompts[some[number][0]] for number in counting]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,16 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(_bytes(states["torch"]))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(_bytes(states["cuda"]), device)
+
+
+@contextmanager
+def keep_random_states(device: torch.device) -> Iterator[None]:
+    """Let what is drawn inside of the block make no difference to what is drawn after it."""
+    before = random_states(device)
+    try:
+        yield
+    finally:
+        set_random_states(before, device)
 
 
 def _bytes(text: str) -> Tensor:

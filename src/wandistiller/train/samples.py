@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from wandistiller.data.media import to_bytes, write_clip, write_picture
 from wandistiller.train.callbacks import EverySoOften
 from wandistiller.train.drawing import Decode, Drawing, draw
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 class DrawSamples(EverySoOften):
     """Draws every so often and at the end, each rank its share of the prompts, with the average where there is one."""
+
+    what = "the samples"
 
     def __init__(
         self,
@@ -41,20 +45,26 @@ class DrawSamples(EverySoOften):
     def act(self, loop: Loop) -> None:
         drawing = self._drawing
         turns = loop.ranks.turns(len(drawing.prompts))
-        how = {"device": loop.device, "precision": loop.options.precision}
+        how = {"device": loop.device, "precision": loop.options.precision, "on_step": loop.heed_signals}
         with in_use(self._average):
             # One at a time: users' models fill the card.
-            drawn = [(index, counts, draw(self._role.model, drawing, [index], **how)[0]) for index, counts in turns]
-        mine, latents = ([each[place] for each in drawn if each[1]] for place in (0, 2))
-        for index, pixels in zip(mine, self._decode(latents), strict=True):
-            settings = {"prompt": drawing.prompts[index], "step": loop.step, "seed": drawing.seed, "steps": drawing.num_steps}
-            name = f"{index:02d}-{_slug(drawing.prompts[index])}"
-            folder, frames = self._folder / f"step-{loop.step:08d}", to_bytes(pixels)
-            if len(frames) == 1:
-                write_picture(folder / f"{name}.png", frames, settings)
-            else:
-                write_clip(folder / f"{name}.mp4", frames, self._fps, settings)
+            drawn = [draw(self._role.model, drawing, [index], **how)[0] for index, _ in turns]
+        decoded = iter(self._decode([latents for latents, (_, counts) in zip(drawn, turns, strict=True) if counts]))
+        for index, counts in turns:
+            loop.heed_signals()
+            if counts:
+                self._write(index, next(decoded), loop.step)
         loop.ranks.wait_long()
+
+    def _write(self, index: int, pixels: Tensor, step: int) -> None:
+        drawing = self._drawing
+        settings = {"prompt": drawing.prompts[index], "step": step, "seed": drawing.seed, "steps": drawing.num_steps}
+        name = f"{index:02d}-{_slug(drawing.prompts[index])}"
+        folder, frames = self._folder / f"step-{step:08d}", to_bytes(pixels)
+        if len(frames) == 1:
+            write_picture(folder / f"{name}.png", frames, settings)
+        else:
+            write_clip(folder / f"{name}.mp4", frames, self._fps, settings)
 
 
 def _slug(text: str) -> str:

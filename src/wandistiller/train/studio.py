@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,15 +114,14 @@ class Studio:
             found.append(DrawSamples(role, drawing, self.decode, folder, fps=_FPS, every=config.sample_every, average=average))
         return found
 
-    def decode(self, latents: Sequence[Tensor]) -> list[Tensor]:
-        """Decode samples; the VAE is in memory only for as long."""
+    def decode(self, latents: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Decode samples, each when it is asked for; the VAE is in memory only for as long."""
         vae: Any = load_model(self.vae, dtype=torch.float32, device=self.device)
-        found = []
-        with torch.no_grad():
-            for each in latents:
+        for each in latents:
+            with torch.no_grad():  # not around the yield: it would hold for whoever asks
                 whole = each[None] if self.adapter is None else self.adapter.up(each[None])
-                found.append(vae.decode(denormalise(whole, self.vae.config), return_dict=False)[0][0].cpu())
-        return found
+                pixels: Tensor = vae.decode(denormalise(whole, self.vae.config), return_dict=False)[0][0].cpu()
+            yield pixels
 
     def draw_prompts(self, samples: Captioned) -> Drawing:
         """Return what is drawn every so often: the prompts that were asked for, or the first captions."""

@@ -39,6 +39,8 @@ class MeasureReconstructions(EverySoOften):
     Of a held-out world its judge also says what of each caption is there, in the reconstruction and in the original.
     """
 
+    what = "the reconstructions of held-out data"
+
     def __init__(
         self,
         role: Role,
@@ -67,8 +69,12 @@ class MeasureReconstructions(EverySoOften):
         sums = torch.zeros(2, len(_NAMES), dtype=torch.float64)
         shown: list[tuple[Tensor, Tensor]] = []
         with in_use(self._average), self._role.whole():
-            mine = self._chosen[loop.ranks.rank :: loop.ranks.world_size]
-            for index in sorted(mine):
+            turns = [(self._chosen[place], counts) for place, counts in loop.ranks.turns(len(self._chosen))]
+            mine = [index for index, counts in turns if counts]
+            for index, counts in sorted(turns):
+                loop.heed_signals()
+                if not counts:
+                    continue
                 wanted = self._samples.pixels(index)[None].to(loop.device)
                 found = reconstruct(cast(VaePass, self._role.model), wanted, loop)
                 for name, (value, weight) in self._measure(index, found, wanted).items():

@@ -109,6 +109,49 @@ def test_random_numbers_of_every_kind_go_on(tmp_path):
     assert found[6:] == found[3:6]
 
 
+class Look(EverySoOften):
+    """Draws random numbers of every kind, and notes which; it may note more."""
+
+    def __init__(self, every, note=lambda loop: None):
+        super().__init__(every)
+        self._note, self.drawn = note, []
+
+    def act(self, loop):
+        self.drawn.append((random.gauss(0, 1), np.random.randn(), torch.randn(1).item()))
+        self._note(loop)
+
+
+def test_looks_at_the_model_leave_no_trace_in_the_training(tmp_path):
+    """Nor in that of a run that goes on from a state of the same step, which has not drawn what they drew."""
+    options = {"steps": 8, "save_every": 2}
+    without, look, again = make_loop(steps=8, method=ToyMethod(dropout=0.3)), Look(2), Look(2)
+    without.run()
+    straight = make_loop(tmp_path, **options, keep=9, method=ToyMethod(dropout=0.3), callbacks=[look])
+    straight.run()
+    rest = make_loop(**options, method=ToyMethod(dropout=0.3), callbacks=[again])
+    rest.load(load_state(tmp_path / "step-00000004"))
+    rest.run()
+    for loop in (straight, rest):
+        assert equal(weights_of(loop), weights_of(without))
+        assert equal(loop._callbacks[-1].average.averages, without._callbacks[-1].average.averages)
+    assert len(look.drawn) == 4 and look.drawn[2:] == again.drawn
+
+
+def test_a_state_that_is_due_is_there_before_anybody_looks_at_the_model(tmp_path):
+    """With the average of its step: looks come after all that belongs to the step."""
+
+    def note(loop):
+        loop._saves._saving.wait()  # it is written beside the looks
+        state = load_state(tmp_path / f"step-{loop.step:08d}")
+        assert equal(state.part("callbacks/KeepAverage"), loop._callbacks[-1].average.averages)
+        assert equal(state.part("roles/student"), weights_of(loop))
+        found.append(loop.step)
+
+    found = []
+    make_loop(tmp_path, steps=6, save_every=2, callbacks=[Look(2, note)]).run()
+    assert found == [2, 4, 6]
+
+
 def test_the_average_takes_in_the_weights_after_each_step():
     """By its formula, from the weights that were there after steps 1, 2 and so on."""
 

@@ -1,10 +1,13 @@
 """Held-out measures of a VAE that is perfect, and of one that draws nothing."""
 
+import os
+import signal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from helpers.toy_training import make_loop
 
 from wandistiller.data.buckets import Bucket
 from wandistiller.data.pixel_samples import PixelSamples
@@ -24,7 +27,7 @@ def measure(monkeypatch, folder, reconstruct):
     written = {}
     metrics = SimpleNamespace(write=lambda loop, values: written.update(values))
     callback = vae_quality.MeasureReconstructions(role, samples, metrics, folder, every=0)
-    callback.act(SimpleNamespace(ranks=Ranks(), device=torch.device("cpu"), step=3))
+    callback.act(SimpleNamespace(ranks=Ranks(), device=torch.device("cpu"), step=3, heed_signals=lambda: None))
     return written, [samples.pixels(index)[None] for index in range(4)]
 
 
@@ -53,11 +56,33 @@ def test_samples_are_taken_from_all_over(monkeypatch, tmp_path):
     role = Role("vae", torch.nn.Identity(), is_trained=True)
     metrics = SimpleNamespace(write=lambda loop, values: None)
     callback = vae_quality.MeasureReconstructions(role, samples, metrics, tmp_path, every=0, limit=30)
-    callback.act(SimpleNamespace(ranks=Ranks(), device=torch.device("cpu"), step=3))
+    callback.act(SimpleNamespace(ranks=Ranks(), device=torch.device("cpu"), step=3, heed_signals=lambda: None))
     assert "held_out/psnr_pictures" in callback.quality and "held_out/psnr_clips" in callback.quality
     assert len(callback._chosen) == len(set(callback._chosen)) == 30
     frames = [wanted.shape[1] for wanted, _ in shown]
     assert len(frames) == 8 and set(frames) == {1, 5} and frames == sorted(frames)
+
+
+def test_a_signal_ends_the_measuring_and_the_run_is_saved(monkeypatch, tmp_path, capfd):
+    seen, written = [], []
+
+    def reconstruct(vae_pass, pixels, loop):
+        seen.append(pixels)
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return pixels * 0.9
+
+    monkeypatch.setattr(vae_quality, "reconstruct", reconstruct)
+    samples = PixelSamples(open_source("world-heldout:8:1x32x32").source, [Bucket(1, 32, 32)] * 8)
+    role = Role("vae", torch.nn.Identity(), is_trained=True)
+    metrics = SimpleNamespace(write=lambda loop, values: written.append(values))
+    callback = vae_quality.MeasureReconstructions(role, samples, metrics, tmp_path, every=3)
+    stopped = make_loop(tmp_path / "states", steps=6, callbacks=[callback]).run()
+    assert (stopped.step, stopped.signal) == (3, signal.SIGTERM)
+    assert len(seen) == 2, "the other six were left out"
+    assert not written and not callback.quality
+    assert (tmp_path / "states" / "step-00000003" / "state.json").exists()
+    assert "left out the reconstructions of held-out data" in capfd.readouterr().err
 
 
 def test_what_is_measured_is_what_a_decoders_user_gets(monkeypatch):
