@@ -16,15 +16,19 @@ from safetensors.torch import load_file, save_file
 from wandistiller.api import distill, report, sample, train
 from wandistiller.cli.main import main
 from wandistiller.config.distill import StrategyName
+from wandistiller.config.sample import SampleConfig
 from wandistiller.errors import UsageError, WanDistillerError
 from wandistiller.flow.path import interpolate
 from wandistiller.flow.solver import SOLVERS
 from wandistiller.memory.experts import Experts
 from wandistiller.models.channel_adapter import ChannelAdapter, random_adapter
 from wandistiller.models.derive_student import derive_student
+from wandistiller.models.learnt_guidance import read_learnt_guidance
 from wandistiller.models.pipeline import find_diffusers_pipeline
+from wandistiller.models.sizes import find_size
 from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
 from wandistiller.models.student_config import read_student_config
+from wandistiller.sample.job import prepare
 from wandistiller.train.drawing import Drawing, draw
 from wandistiller.train.methods.distill import Distillation
 
@@ -235,6 +239,18 @@ def test_guidance_is_learnt(tmp_path):
         if name != "rolled":
             distill(**QUICK, **data, **learns, guidance_scale=7.0, output_dir=tmp_path / f"more {name}")
             assert losses(tmp_path / f"more {name}")[0] == pytest.approx(4 * losses(tmp_path / name)[0], rel=0.05)
+
+
+@pytest.mark.parametrize(("learns", "guidance"), [({"guidance_weight": 1.0, "output_weight": 0.0}, 1.0), ({}, 6.0)])
+def test_a_student_that_has_learnt_guidance_is_drawn_without(tmp_path, monkeypatch, learns, guidance):
+    """By default, and so in half the passes; others are drawn with the guidance that is usual for such models."""
+    done = distill(**QUICK, **DATASET, **learns, guidance_scale=4.0, num_steps=1, output_dir=tmp_path / "run")
+    usual = replace(find_size("tiny"), guidance=6.0)
+    monkeypatch.setattr("wandistiller.sample.job._nearest_size", lambda transformers: usual)
+    wanted = SampleConfig(model=str(done.output), prompt=("x",), output=tmp_path / "x.png", device="cpu")
+    assert prepare(wanted).guidance[0] == guidance
+    assert prepare(replace(wanted, cfg_scale=3.0)).guidance[0] == 3.0
+    assert read_learnt_guidance(done.output) == (4.0 if learns else None)
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, two_layers, monkeypatch):
@@ -544,7 +560,7 @@ BAD = {
         "are 1x32x32, 5x32x32",
     ),
     "nothing to refresh": ({"data_path": None, **DATASET, "refresh_every": 2}, "--refresh-every"),
-    "guidance without a scale": ({"guidance_weight": 1.0}, "--guidance-scale"),
+    "guidance without a scale": ({"guidance_weight": 1.0, "output_weight": 0.0}, "--guidance-scale"),
 }
 
 

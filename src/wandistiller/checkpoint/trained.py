@@ -21,6 +21,7 @@ from wandistiller.distributed.pieces import whole
 from wandistiller.errors import OutputError
 from wandistiller.files import complete_or_absent
 from wandistiller.models.channel_adapter import ChannelAdapter
+from wandistiller.models.learnt_guidance import write_learnt_guidance
 from wandistiller.models.pipeline import Pipeline
 from wandistiller.models.stored import StoredModel, inspect_checkpoint
 from wandistiller.models.text_limit import write_text_limit
@@ -71,15 +72,17 @@ def write_student_pipeline(
     vae: StoredModel | None = None,
     adapter: ChannelAdapter | None = None,
     max_text_tokens: int = TEXT_TOKENS,
+    learnt_guidance: float | None = None,
 ) -> None:
     """Write a pipeline whose one transformer is new; where the old one had two experts, the new one has none.
 
     ``vae`` is as in ``write_pipeline``. ``adapter`` goes with a transformer whose latents have other channels than the VAE's,
-    ``max_text_tokens`` with one that knows the beginning of captions alone.
+    ``max_text_tokens`` with one that knows the beginning of captions alone, ``learnt_guidance`` with one that needs none more.
     """
 
     def complete(folder: Path) -> None:
         write_text_limit(folder, max_text_tokens)
+        write_learnt_guidance(folder, learnt_guidance)
         if adapter is not None:
             adapter.save(folder)
         if "transformer_2" in pipeline.parts:

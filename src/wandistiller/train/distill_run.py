@@ -355,6 +355,7 @@ def _write_result(
                 vae=job.vae if job.config.vae_checkpoint else None,
                 adapter=adapter,
                 max_text_tokens=job.plan.text_max_length,
+                learnt_guidance=job.config.guidance if job.config.guidance_weight else None,
             )
         else:
             follow_model(student.model)
