@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,9 +36,7 @@ def complete_or_absent(target: Path, *, durable: bool = True) -> Iterator[Path]:
     thousands of small files that can be made again do without.
     """
     target = target.absolute() if target.name else target.resolve()  # "." has no name to be renamed to
-    # Hidden by its first character and with the suffix kept, for writers that choose the format by it.
-    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
-    former = target.with_name(f".{target.stem}.former-{os.getpid()}{target.suffix}")
+    partial, former = (target.with_name(name) for name in _hidden_names(target, str(os.getpid())))
     _find_folder(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -48,10 +46,32 @@ def complete_or_absent(target: Path, *, durable: bool = True) -> Iterator[Path]:
         raise _could_not_write(target, error) from error
     finally:
         for leftover in (partial, former):
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink(missing_ok=True)
+            _remove(leftover)
+
+
+def _hidden_names(target: Path, process: str) -> tuple[str, str]:
+    """Return what is written, and what is about to be replaced, by a process, beside a target."""
+    # Hidden by its first character and with the suffix kept, for writers that choose the format by it.
+    return f".{target.stem}.partial-{process}{target.suffix}", f".{target.stem}.former-{process}{target.suffix}"
+
+
+def _sweep_killed(target: Path) -> None:
+    """Remove what processes that were killed have left beside a target; nobody may be writing it now."""
+    partials, formers = _hidden_names(target, "*")
+    for former in target.parent.glob(formers):
+        if target.exists():
+            _remove(former)
+        else:  # it was killed between two names
+            former.rename(target)
+    for partial in target.parent.glob(partials):
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def publish_folder(partial: Path, target: Path) -> None:
@@ -94,15 +114,19 @@ def _flush(path: Path) -> None:
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
+def only_writer(folder: Path, results: Collection[str] = ()) -> Iterator[None]:
     """Keep other processes from writing to a folder that this one makes or goes on with, as far as its file system can.
 
     The lock is the system's and ends with the process, however that ends; processes that this one starts do not have it.
+    ``results`` are what only the one with the lock writes there, with ``complete_or_absent``: what lies there half-written is
+    of one that was killed, and is removed. Without locks it stays, for another process might be at it.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     file = _lock(folder / ".lock")
     try:
+        for name in results if file is not None else ():
+            _sweep_killed(folder / name)
         yield
     finally:
         if file is not None:

@@ -166,6 +166,27 @@ def test_samples_and_held_out_data_at_the_step_of_a_state_change_nothing(tmp_pat
     assert all((tmp_path / "cut" / name).read_bytes() == content for name, content in pictures.items())
 
 
+def train_until_terminated_while_writing(options):
+    save = WanTransformer3DModel.save_pretrained
+
+    def stop(*arguments, **keywords):
+        save(*arguments, **keywords)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    WanTransformer3DModel.save_pretrained = stop
+    train(**options)
+
+
+def test_a_result_that_a_signal_has_cut_off_is_written_anew_and_leaves_nothing(tmp_path):
+    options = {**QUICK, "output_dir": tmp_path / "run", "num_steps": 2}
+    cut = call(train_until_terminated_while_writing, options, folder=tmp_path)
+    assert cut.returncode == -15, cut.stderr
+    assert [path.is_dir() for path in (tmp_path / "run").glob(".model.*")] == [True]
+    train(**options, resume="auto")
+    assert (tmp_path / "run" / "model" / "model_index.json").exists()
+    assert not list((tmp_path / "run").glob(".*"))
+
+
 def test_lora_files_that_others_load(tmp_path, tiny_folder):
     done = train(**{**QUICK, "learning_rate": 0.05}, output_dir=tmp_path, num_steps=3, lora_rank=4, lora_alpha=8)
     assert {path.name for path in done.output.iterdir()} == {"pytorch_lora_weights.safetensors", "comfyui_lora.safetensors"}

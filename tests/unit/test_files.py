@@ -102,3 +102,53 @@ def test_one_process_at_a_time_writes_to_a_folder(tmp_path):
     with only_writer(tmp_path / "new"):
         pass
     assert not (tmp_path / "new").exists(), "nothing was written to it"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from wandistiller import files
+target, moment = Path(sys.argv[1]), sys.argv[2]
+if moment == "renaming":
+    Path.replace = lambda *paths: os.kill(os.getpid(), signal.SIGTERM)
+with files.only_writer(target.parent, [target.name]), files.complete_or_absent(target) as partial:
+    partial.mkdir()
+    (partial / "weights").write_text("new")
+    if moment == "writing":
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs the locks of a Unix")
+@pytest.mark.parametrize("moment", ["writing", "renaming"])
+def test_what_a_kill_has_left_of_a_result_is_removed_by_the_next_writer(tmp_path, moment):
+    """What stood there before stays, also if it had another name when the kill came."""
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "weights").write_text("old")
+    assert subprocess.run([sys.executable, "-c", KILLED, str(run / "model"), moment]).returncode == -15
+    assert len(list(run.glob(".model.*"))) == (1 if moment == "writing" else 2)
+    others = [".report.partial-7.html", "states/.step-00000005.partial", "samples/.model.partial-7"]
+    for name in others:  # of other commands, and in other folders, which have their own rules
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).touch()
+    with only_writer(run, ["model"]):
+        assert not list(run.glob(".model.*"))
+        assert (run / "model" / "weights").read_text() == "old"
+    assert all((run / name).exists() for name in others)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs the locks of a Unix")
+def test_what_another_process_is_writing_is_left_to_it(tmp_path):
+    run = tmp_path / "run"
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        other.stdout.readline()
+        (run / ".model.partial-7").mkdir()
+        with pytest.raises(UsageError, match="is being written to"), only_writer(run, ["model"]):
+            pass
+        assert (run / ".model.partial-7").exists()
+    finally:
+        other.kill()
+        other.stdin.close()
+        other.wait()

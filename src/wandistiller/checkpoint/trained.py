@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from wandistiller.models.stored import StoredModel, inspect_checkpoint
 from wandistiller.models.text_limit import write_text_limit
 from wandistiller.models.text_padding import TEXT_TOKENS
 from wandistiller.models.transformer_keys import to_original
-from wandistiller.models.weight_files import Planned, in_file_order, write_safetensors
+from wandistiller.models.weight_files import WEIGHT_SUFFIXES, Planned, in_file_order, write_safetensors
+
+_LINKED_BYTES = 1 << 20
 
 
 def write_pipeline(
@@ -37,7 +40,7 @@ def write_pipeline(
     vae: StoredModel | None = None,
     complete: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write a diffusers pipeline in which some parts are new; the others are linked to, or copied from, where they are.
+    """Write a diffusers pipeline in which some parts are new; the others are copied, their large weights linked where possible.
 
     ``vae`` is the one that the new parts' latents are of, where that is not the pipeline's own; it may be of any dialect.
     ``complete`` may change the folder before it gets its name.
@@ -167,9 +170,15 @@ def _comfyui_name(name: str) -> str:
 
 
 def _link_or_copy(source: str, target: str) -> str:
-    """A hard link takes no room; where that is not possible, a copy. Links of a hub's cache are followed."""
-    try:
-        os.link(Path(source).resolve(), target)
-    except OSError:
-        shutil.copy2(source, target)
+    """Link to large weights, which takes no room, and copy the rest; follow the links of a hub's cache.
+
+    What is linked is one file with two names. Configurations are edited in place, and the model that this one was made of must
+    not change with them.
+    """
+    file = Path(source).resolve()
+    if file.stat().st_size >= _LINKED_BYTES and Path(source).suffix in WEIGHT_SUFFIXES:
+        with suppress(OSError):  # another file system, or one that has no links
+            os.link(file, target)
+            return target
+    shutil.copy2(file, target)
     return target

@@ -42,7 +42,7 @@ def job_start() -> float:
 
 
 def end_torchrun_later(seconds: float = 10.0) -> None:
-    """Kill the torchrun that started this process, if it is still there then.
+    """End the torchrun that started this process, if it is still there then; that takes another five seconds.
 
     One that is cut off from the job's store waits for it without end, and does not see that its ranks have ended.
     """
@@ -50,7 +50,8 @@ def end_torchrun_later(seconds: float = 10.0) -> None:
     command = Path(f"/proc/{process}/cmdline")
     words = command.read_bytes() if command.exists() else b""
     if b"torchrun" in words or b"torch.distributed.run" in words:
-        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -9 {process}"], start_new_session=True)
+        program = Path(__file__).with_name("torchrun_end.py")
+        subprocess.Popen([sys.executable, "-P", str(program), str(process), str(seconds)], start_new_session=True)
 
 
 def end_rank(error: BaseException, exit_code: int, *, with_processes: Sequence[int] = ()) -> NoReturn:

@@ -47,6 +47,8 @@ _DTYPES: dict[str, torch.dtype] = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 _PICKLE_SUFFIXES = {".pth", ".pt", ".bin", ".ckpt"}
+WEIGHT_SUFFIXES = frozenset({".safetensors", *_PICKLE_SUFFIXES})
+"""How names of files with weights end."""
 
 
 @dataclass(frozen=True)

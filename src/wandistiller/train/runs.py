@@ -43,6 +43,9 @@ from wandistiller.train.method import Method, Role
 from wandistiller.train.metrics import ShowProgress, WriteMetrics
 from wandistiller.train.optimisation import MixedPrecision, OptimiserOptions, Optimises
 
+_RESULTS = ("model", "lora", "vae")
+"""What trainings leave in their folders, each as large as a model."""
+
 
 def prepare_device(config: TrainingConfig) -> torch.device:
     """Find the device of this process and check that a run of this configuration can be; nothing is loaded."""
@@ -241,7 +244,7 @@ def find_state(resume: str | None, states: TrainingStates, restarted: float | No
 
 def _refuse_to_replace(folder: Path) -> None:
     """Raise ``UsageError`` for a folder with a result whose states are gone: a new run would put its own in its place."""
-    found = next((folder / name for name in ("model", "lora", "vae") if (folder / name).exists()), None)
+    found = next((folder / name for name in _RESULTS if (folder / name).exists()), None)
     if found is not None:
         raise UsageError(
             f"{found} stands there already.",
@@ -251,8 +254,8 @@ def _refuse_to_replace(folder: Path) -> None:
 
 
 def own_folder(config: TrainingConfig, ranks: Ranks) -> AbstractContextManager[None]:
-    """Keep other trainings out of the folder that the first rank writes to."""
-    return only_writer(config.output_dir) if ranks.is_first else nullcontext()
+    """Keep other trainings out of the folder that the first rank writes to; remove results that a kill has left unfinished."""
+    return only_writer(config.output_dir, _RESULTS) if ranks.is_first else nullcontext()
 
 
 def saved_facts(config: TrainingConfig, ranks: Ranks) -> TrainingState | None:
