@@ -49,6 +49,16 @@ class SampleConfig(CommandConfig):
     checkpoint_2: Path | None = None
     """Weights of the second, low-noise expert of a two-expert model (Wan 2.2 A14B)."""
 
+    lora: Path | None = None
+    """LoRA weights to add to the transformer, to the first of two experts: a file for diffusers or ComfyUI, or the lora/ folder
+    of a training."""
+
+    lora_2: Path | None = None
+    """LoRA weights for the second, low-noise expert."""
+
+    lora_scale: float = 1.0
+    """How much of the LoRA is added."""
+
     vae_checkpoint: Path | None = None
     """VAE weights; with --model they replace the pipeline's VAE. Without any VAE only latents can be written."""
 
@@ -177,6 +187,8 @@ class SampleConfig(CommandConfig):
                 "There is nothing to sample from.",
                 fix="Give a pipeline with --model (try --model tiny) or a file of weights with --checkpoint.",
             )
+        if self.lora_scale != 1 and self.lora is None and self.lora_2 is None:
+            raise UsageError("--lora-scale changes nothing without a LoRA.", fix="Give one with --lora, or leave it away.")
         given = [flag for flag, value in self._texts() if value]
         if len(given) > 1:
             raise UsageError(f"{' and '.join(given)} were both given.", fix="Choose one way to say what to draw.")

@@ -34,7 +34,7 @@ def stored_subject(
         blocks=list(model.blocks),
         read=read,
         locate=lambda name: stored.locate(name, dtype),
-        key=f"{stored.weights.path.resolve()} {dtype}",
+        key=f"{stored.identity} {dtype}",
     )
 
 

@@ -99,6 +99,11 @@ class StoredModel:
     """Stored name of the factor of an 8-bit tensor, by diffusers name."""
     dialect: str
 
+    @property
+    def identity(self) -> str:
+        """What tells its weights apart from all others."""
+        return str(self.weights.path.resolve())
+
     def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return one tensor in host memory; None keeps the stored dtype, float32 for what is stored in 8 bits."""
         name, dtype = self.names[key], dtype or self.stored_dtype(key)

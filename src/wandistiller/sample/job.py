@@ -23,6 +23,7 @@ from wandistiller.models.devices import find_device, find_dtype
 from wandistiller.models.expert_pair import inspect_experts
 from wandistiller.models.latents import check_channels, num_tokens
 from wandistiller.models.learnt_guidance import read_learnt_guidance
+from wandistiller.models.lora import with_lora
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.shapes import Shapes, read_config
 from wandistiller.models.sizes import SIZES, Size, usual_size
@@ -127,8 +128,10 @@ class Job:
 
     def settings(self, prompt: str, seed: int) -> dict[str, Any]:
         """Return what is written into a sample's file, for whoever wants to know how it was drawn."""
+        loras = [each for each in (self.config.lora, self.config.lora_2) if each is not None]
         return {
             "model": self.config.model or str(self.config.checkpoint),
+            **({"loras": [str(each) for each in loras], "lora_scale": self.config.lora_scale} if loras else {}),
             "dtype": str(self.dtype).removeprefix("torch."),
             "boundary": self.boundary,
             "prompt": prompt,
@@ -297,7 +300,14 @@ def _find_transformers(config: SampleConfig, pipeline: Pipeline | None) -> list[
         paths.append(config.checkpoint_2)
     elif pipeline is not None and "transformer_2" in pipeline.parts:
         paths.append(pipeline.part("transformer_2"))
-    return inspect_experts(paths)
+    found = inspect_experts(paths)
+    loras = [config.lora, config.lora_2]
+    if config.lora_2 is not None and len(found) == 1:
+        raise UsageError("--lora-2 is for models of two experts.", fix="Give it with --lora.")
+    return [
+        stored if lora is None else with_lora(stored, lora, config.lora_scale)
+        for stored, lora in zip(found, loras, strict=False)
+    ]
 
 
 def _find_boundary(config: SampleConfig, pipeline: Pipeline | None, size: Size | None, num_experts: int) -> float | None:
