@@ -16,12 +16,12 @@ from helpers.processes import call
 from PIL import Image
 from safetensors.torch import load_file
 
-from wandistiller.api import sample, train
+from wandistiller.api import encode, sample, train
 from wandistiller.data.encode_job import default_cache_dir
 from wandistiller.data.loader import sample_generator
 from wandistiller.data.sources import WorldSource
 from wandistiller.errors import CheckpointError, UsageError
-from wandistiller.train import samples
+from wandistiller.train import finetune_run, samples
 from wandistiller.train.methods.finetune import FlowMatching
 from wandistiller.train.metrics import ShowProgress
 
@@ -420,6 +420,26 @@ def test_nothing_is_left_of_the_data(tmp_path):
     with pytest.raises(UsageError, match=r"Nothing in .*data can be used") as caught:
         train(**{**QUICK, "dataset_path": str(data)}, output_dir=tmp_path / "run", num_steps=1, skip_bad=True)
     assert "a.png is not a readable picture" in caught.value.why
+
+
+def test_the_caches_stay_as_they_are_until_the_run_ends(tmp_path, monkeypatch):
+    cache = {"cache_dir": tmp_path / "cache", "model": "tiny-random"}
+    data = {"dataset_path": "world:4:1x32x32", "held_out": "world-heldout:2:1x32x32"}
+    write, tried = finetune_run._write_result, []
+
+    def try_others(*arguments):
+        for folder in (tmp_path / "cache", tmp_path / "cache" / ".held_out"):
+            place = {**cache, "cache_dir": folder}
+            with pytest.raises(UsageError, match=r"is in use by process .* with other sizes"):
+                encode(**place, dataset_path="world:2:1x32x32", width=48, height=48, frames=(1,), max_aspect=1.0)
+            tried.append(folder)
+        assert encode(**{**cache, **WORLD, "dataset_path": data["dataset_path"]}).num_latents == 0
+        return write(*arguments)
+
+    monkeypatch.setattr(finetune_run, "_write_result", try_others)
+    train(**{**QUICK, **cache, **data}, output_dir=tmp_path / "run", num_steps=1, validate_every=1)
+    assert len(tried) == 2
+    assert encode(**{**cache, **WORLD, "dataset_path": data["dataset_path"], "width": 48, "height": 48}).num_latents == 4
 
 
 def test_a_folder_with_a_training_is_not_written_over(tmp_path):

@@ -104,7 +104,9 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     _check_goes_on(saved, facts)
     assert config.teacher_path is not None
     validation = prepare_held_out(config, config.teacher_path, job.device, job.patch)  # looked at before anything is encoded
-    questions = open_questions(job, saved)
+    if validation is not None:
+        ends.enter_context(validation.using_caches())
+    questions = open_questions(job, saved, ends)
     held_out = None if validation is None else encode_data(validation)
     with monitor.phase("loading", "teacher"):
         placing, note = settle_teacher(job, questions)

@@ -145,6 +145,9 @@ def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     # Both are looked at before either is encoded.
     training = prepare_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
     validation = prepare_held_out(config, config.model, job.device)
+    for each in (training, validation):
+        if each is not None:
+            ends.enter_context(each.using_caches())
     data = encode_data(training)
     held_out = None if validation is None else encode_data(validation)
     with monitor.phase("loading", "student"):
