@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from wandistiller.data.media import to_bytes, write_clip, write_picture
 from wandistiller.train.callbacks import EverySoOften
@@ -16,13 +20,22 @@ if TYPE_CHECKING:
     from wandistiller.train.loop import Loop
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """One of a drawing's prompts as latents."""
+
+    drawing: Drawing
+    index: int
+    latents: Tensor
+
+
 class DrawSamples(EverySoOften):
     """Draws every so often and at the end, each rank its share of the prompts, with the average where there is one."""
 
     def __init__(
         self,
         role: Role,
-        drawing: Drawing,
+        drawings: Sequence[Drawing],
         decode: Decode,
         folder: Path,
         *,
@@ -30,31 +43,40 @@ class DrawSamples(EverySoOften):
         every: int,
         average: MovingAverage | None = None,
     ) -> None:
+        """``drawings`` has one entry for each size of picture or clip."""
         super().__init__(every)
         self._role = role
-        self._drawing = drawing
+        self._drawings = drawings
         self._decode = decode
         self._folder = folder
         self._fps = fps
         self._average = average
 
     def act(self, loop: Loop) -> None:
-        drawing = self._drawing
-        turns = loop.ranks.turns(len(drawing.prompts))
-        how = {"device": loop.device, "precision": loop.options.precision}
-        with in_use(self._average):
-            # One at a time: users' models fill the card.
-            drawn = [(index, counts, draw(self._role.model, drawing, [index], **how)[0]) for index, counts in turns]
-        mine, latents = ([each[place] for each in drawn if each[1]] for place in (0, 2))
-        for index, pixels in zip(mine, self._decode(latents), strict=True):
-            settings = {"prompt": drawing.prompts[index], "step": loop.step, "seed": drawing.seed, "steps": drawing.num_steps}
-            name = f"{index:02d}-{_slug(drawing.prompts[index])}"
-            folder, frames = self._folder / f"step-{loop.step:08d}", to_bytes(pixels)
+        drawn = self._draw(loop)
+        folder = self._folder / f"step-{loop.step:08d}"
+        for each, pixels in zip(drawn, self._decode([each.latents for each in drawn]), strict=True):
+            drawing, prompt, frames = each.drawing, each.drawing.prompts[each.index], to_bytes(pixels)
+            settings = {"prompt": prompt, "step": loop.step, "seed": drawing.seed, "steps": drawing.num_steps}
+            name = f"{drawing.number(each.index):02d}-{_slug(prompt)}"
             if len(frames) == 1:
                 write_picture(folder / f"{name}.png", frames, settings)
             else:
                 write_clip(folder / f"{name}.mp4", frames, self._fps, settings)
         loop.ranks.wait_long()
+
+    def _draw(self, loop: Loop) -> list[_Drawn]:
+        """Return what counts on this rank of all sizes, so that the VAE is loaded once."""
+        drawn = []
+        how = {"device": loop.device, "precision": loop.options.precision}
+        with in_use(self._average):
+            for drawing in self._drawings:
+                for index, counts in loop.ranks.turns(len(drawing.prompts)):
+                    # One at a time: users' models fill the card.
+                    latents = draw(self._role.model, drawing, [index], **how)[0]
+                    if counts:
+                        drawn.append(_Drawn(drawing, index, latents))
+        return drawn
 
 
 def _slug(text: str) -> str:
