@@ -93,7 +93,7 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Return the buckets for a VAE; what is not given is what models with such a VAE are usually sampled at.
 
-    ``patch`` is what each side of the latents is a multiple of.
+    ``patch`` is what each side of the latents is a multiple of: 1 where no transformer cuts them.
     """
     usual = usual_size(vae_config)
     return make_buckets(

@@ -15,7 +15,7 @@ from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.config.training import TrainingConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.buckets import Bucket, largest_bucket
-from wandistiller.data.encode_job import plan_buckets
+from wandistiller.data.encode_job import PATCH, plan_buckets
 from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import Decoding, Encoding, text_phase
 from wandistiller.memory.estimates import Estimate, Item, Phase
@@ -40,9 +40,9 @@ Pixels = tuple[int, int, int]
 """Frames, height and width of samples."""
 
 
-def planned_pixels(config: TransformerTrainingConfig | TrainVaeConfig, vae: Mapping[str, Any]) -> Pixels:
-    """Return the size of the largest samples that a configuration sorts its data into."""
-    buckets = plan_buckets(vae, config.width, config.height, config.frames, config.max_aspect)
+def planned_pixels(config: TransformerTrainingConfig | TrainVaeConfig, vae: Mapping[str, Any], patch: int = PATCH) -> Pixels:
+    """Return the size of the largest samples that a configuration sorts its data into; ``patch`` is as in ``plan_buckets``."""
+    buckets = plan_buckets(vae, config.width, config.height, config.frames, config.max_aspect, patch)
     return largest_bucket(buckets).shape
 
 
