@@ -120,7 +120,7 @@ def be_interrupted_drawing(folder):
     with joined(torch.device("cpu")) as ranks:
         model = StoppedModel(ranks.rank)
         drawing = Drawing(prompts=["a ball"] * 5, **shape, **way)
-        draws = DrawSamples(Role("student", model, is_trained=True), drawing, list, folder / "samples", fps=16, every=2)
+        draws = DrawSamples(Role("student", model, is_trained=True), [drawing], list, folder / "samples", fps=16, every=2)
         stopped = make_loop(folder / "states", steps=6, ranks=ranks, callbacks=[draws]).run()
         found = ranks.gather((stopped.step, stopped.signal, model.calls))
         if ranks.is_first:

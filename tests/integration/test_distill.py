@@ -13,7 +13,7 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from wandistiller.api import distill, report, sample, train
+from wandistiller.api import distill, encode, report, sample, train
 from wandistiller.cli.main import main
 from wandistiller.config.distill import StrategyName
 from wandistiller.config.sample import SampleConfig
@@ -29,6 +29,7 @@ from wandistiller.models.sizes import find_size
 from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
 from wandistiller.models.student_config import read_student_config
 from wandistiller.sample.job import prepare
+from wandistiller.train import distill_run
 from wandistiller.train.drawing import Drawing, draw
 from wandistiller.train.methods.distill import Distillation
 
@@ -479,6 +480,24 @@ def test_experts_need_not_be_of_one_depth(tmp_path, two_expert_folder, other_exp
         distill(**both, **DATASET, feature_weight=1.0)
     distill(**both, **PROMPTS)
     assert sample(model=str(folder), prompt="x", width=32, height=32, steps=3, output=tmp_path / "x.png")[0].files[0].exists()
+
+
+def test_the_caches_stay_as_they_are_until_the_run_ends(tmp_path, two_layers, monkeypatch):
+    other = {"model": "tiny-random", **DATASET, **SIZE, "width": 48, "height": 48}
+    write, tried = distill_run._write_result, []
+
+    def try_others(*arguments):
+        for folder in (tmp_path / "cache", tmp_path / "cache" / ".held_out"):
+            with pytest.raises(UsageError, match=r"is in use by process .* with other sizes"):
+                encode(**other, cache_dir=folder)
+            tried.append(folder)
+        return write(*arguments)
+
+    monkeypatch.setattr(distill_run, "_write_result", try_others)
+    options = {**QUICK, **DATASET, "cache_dir": tmp_path / "cache", "held_out": "world-heldout:2:1x32x32", "validate_every": 1}
+    distill(**options, student_config=two_layers, output_dir=tmp_path / "run", num_steps=1)
+    assert len(tried) == 2
+    assert encode(**other, cache_dir=tmp_path / "cache").num_latents == 12
 
 
 def test_noise_is_a_named_baseline_that_says_so(tmp_path, two_layers, capsys):

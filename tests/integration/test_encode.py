@@ -20,11 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import UMT5EncoderModel
 
+from wandistiller.cli.main import main
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.data import encode as encode_module
 from wandistiller.data.claims import Claims
 from wandistiller.data.encode import run_encode
-from wandistiller.data.encode_job import default_cache_dir, plan_buckets
+from wandistiller.data.encode_job import default_cache_dir, plan_buckets, prepare_encoding
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.media import write_clip
 from wandistiller.data.sources import assign_buckets, open_source
@@ -324,6 +325,56 @@ def test_two_processes_at_once(pipeline, alone, tmp_path, world):
         assert torch.allclose(*both, atol=1e-5)
         both = (TextCache(folder, encoder=None).read(source.name(index), 32) for folder in (tmp_path / "cache", alone))
         assert torch.equal(*both)
+
+
+def _encode_or_say_why(queue, refused, config):
+    """Encode once the other process has been refused, so that both are there at the same time."""
+    torch.set_num_threads(1)
+    fill = encode_module.fill_caches
+    encode_module.fill_caches = lambda job: refused.wait(30) and fill(job)
+    try:
+        queue.put((config.width, run_encode(config)))
+    except UsageError as error:
+        queue.put((config.width, error.what))
+        refused.set()
+
+
+def test_two_sizes_at_once(pipeline, tmp_path):
+    """One of them is refused, and what the other has made is all of its size; then the other size is made in its place."""
+    context = multiprocessing.get_context("fork")
+    queue, is_refused = context.Queue(), context.Event()
+    configs = {
+        width: configure(pipeline, "world:12", width=width, height=width, frames=(1,), max_aspect=1.0, cache_dir=tmp_path)
+        for width in (32, 48)
+    }
+    workers = [context.Process(target=_encode_or_say_why, args=(queue, is_refused, config)) for config in configs.values()]
+    for worker in workers:
+        worker.start()
+    results = dict(queue.get(timeout=60) for _ in workers)
+    for worker in workers:
+        worker.join()
+    refused, made = sorted(results, key=lambda width: not isinstance(results[width], str))
+    assert f"The cache {tmp_path} is in use by process " in results[refused] and "with other sizes" in results[refused]
+    assert results[made].num_latents == 12
+    source = open_source("world:12").source
+    for width, num_latents in ((made, 0), (refused, 12)):
+        done = run_encode(configs[width])
+        assert (done.num_text, done.num_latents) == (0, num_latents)
+        sides = {LatentCache(tmp_path, vae=None).read(source.name(index)).shape[-1] for index in range(12)}
+        assert sides == {width // 8}
+    assert len(contents(tmp_path)) == 25
+
+
+def test_another_size_is_refused_before_anything_is_loaded(pipeline, encoded, monkeypatch):
+    monkeypatch.setattr(text_module, "load_whole", lambda *args, **kwargs: pytest.fail("the text encoder was loaded"))
+    monkeypatch.setattr(encode_module, "load_model", lambda *args, **kwargs: pytest.fail("the VAE was loaded"))
+    before = contents(encoded / ".cache")
+    with prepare_encoding(configure(pipeline, encoded)).using_caches():
+        assert (
+            main(["encode", "--model", str(pipeline), "--dataset-path", str(encoded), "--width", "32", "--height", "32"]) == 2
+        )
+        assert run_encode(configure(pipeline, encoded)).num_latents == 0
+    assert contents(encoded / ".cache") == before
 
 
 def test_bad_media_stop_it_before_anything_is_loaded(pipeline, data, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -16,12 +17,13 @@ from helpers.processes import call
 from PIL import Image
 from safetensors.torch import load_file
 
-from wandistiller.api import sample, train
+from wandistiller.api import encode, sample, train
 from wandistiller.data.encode_job import default_cache_dir
 from wandistiller.data.loader import sample_generator
+from wandistiller.data.media import write_clip
 from wandistiller.data.sources import WorldSource
 from wandistiller.errors import CheckpointError, UsageError
-from wandistiller.train import samples
+from wandistiller.train import finetune_run, samples
 from wandistiller.train.methods.finetune import FlowMatching
 from wandistiller.train.metrics import ShowProgress
 
@@ -72,6 +74,28 @@ def test_from_data_to_a_pipeline_that_everybody_loads(tmp_path, capfd):
     assert torch.isfinite(drawn.frames).all()
     ours = sample(model=str(run / "model"), prompt="x", width=32, height=32, steps=2, output=tmp_path / "x.png")
     assert ours[0].files[0].exists()
+
+
+def test_samples_of_pictures_and_clips_show_both(tmp_path):
+    random, data = np.random.default_rng(0), tmp_path / "data"
+    data.mkdir()
+    Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(data / "a.png")
+    write_clip(data / "b.mp4", random.integers(0, 256, (5, 32, 32, 3), dtype=np.uint8), 8, {})
+    for name in "ab":
+        (data / f"{name}.txt").write_text(f"caption {name}")
+    options = {**QUICK, "dataset_path": str(data), "frames": (5,), "batch_size": 1, "sample_every": 1, "sample_steps": 1}
+    for run, given, expected in (
+        ("captions", {}, {"00-caption-a.png": 1, "01-caption-b.mp4": 5}),
+        ("prompts", {"sample_prompts": ("a cube",)}, {"00-a-cube.mp4": 5}),
+    ):
+        train(**options, **given, output_dir=tmp_path / run, num_steps=1)
+        drawn = {path.name: path for path in (tmp_path / run / "samples" / "step-00000001").iterdir()}
+        assert {name: len(read_frames(path)) for name, path in drawn.items()} == expected
+
+
+def read_frames(path):
+    with av.open(str(path)) as file:
+        return list(file.decode(video=0))
 
 
 def test_a_training_by_hand(tmp_path, tiny_folder):
@@ -477,6 +501,26 @@ def test_nothing_is_left_of_the_data(tmp_path):
     with pytest.raises(UsageError, match=r"Nothing in .*data can be used") as caught:
         train(**{**QUICK, "dataset_path": str(data)}, output_dir=tmp_path / "run", num_steps=1, skip_bad=True)
     assert "a.png is not a readable picture" in caught.value.why
+
+
+def test_the_caches_stay_as_they_are_until_the_run_ends(tmp_path, monkeypatch):
+    cache = {"cache_dir": tmp_path / "cache", "model": "tiny-random"}
+    data = {"dataset_path": "world:4:1x32x32", "held_out": "world-heldout:2:1x32x32"}
+    write, tried = finetune_run._write_result, []
+
+    def try_others(*arguments):
+        for folder in (tmp_path / "cache", tmp_path / "cache" / ".held_out"):
+            place = {**cache, "cache_dir": folder}
+            with pytest.raises(UsageError, match=r"is in use by process .* with other sizes"):
+                encode(**place, dataset_path="world:2:1x32x32", width=48, height=48, frames=(1,), max_aspect=1.0)
+            tried.append(folder)
+        assert encode(**{**cache, **WORLD, "dataset_path": data["dataset_path"]}).num_latents == 0
+        return write(*arguments)
+
+    monkeypatch.setattr(finetune_run, "_write_result", try_others)
+    train(**{**QUICK, **cache, **data}, output_dir=tmp_path / "run", num_steps=1, validate_every=1)
+    assert len(tried) == 2
+    assert encode(**{**cache, **WORLD, "dataset_path": data["dataset_path"], "width": 48, "height": 48}).num_latents == 4
 
 
 def test_a_folder_with_a_training_is_not_written_over(tmp_path):

@@ -57,6 +57,15 @@ def test_from_data_to_a_vae_that_everybody_loads(tmp_path, capfd):
     assert sample(prompt="x", output=tmp_path / "x.png", **options)[0].files[0].exists()
 
 
+def test_sizes_are_multiples_of_the_vaes_own_factor(tmp_path, capfd):
+    """40 pixels are five latents: no patches of a transformer have to fit into them."""
+    options = {**QUICK, "dataset_path": "world:2:1x40x40", "num_steps": 1}
+    train_vae(**{**options, "width": 40, "height": 40}, output_dir=tmp_path / "run")
+    assert "the largest 1x40x40" in capfd.readouterr().err
+    with pytest.raises(UsageError, match=r"--width 44 (.|\n)*multiple of 8"):
+        train_vae(**{**options, "width": 44, "height": 40}, output_dir=tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -95,7 +95,8 @@ class TransformerTrainingConfig(TrainingConfig):
     """Folder of the sample pictures. Default: samples in --output-dir."""
 
     sample_prompts: tuple[str, ...] = ()
-    """Prompts of the samples, or a file with one a line. Default: the first captions of the data."""
+    """Prompts of the samples, or a file with one a line; they are drawn as long and as large as the data are. Default: the
+    first captions of the data, each in the size of its own picture or clip."""
 
     solver: SolverName = "auto"
     """How pictures, and the teacher's trajectories of distill, follow the flow. 'auto' takes the pipeline's own."""

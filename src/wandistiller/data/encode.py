@@ -1,9 +1,9 @@
 """The job of ``wandistiller encode``: look at everything, then text embeddings, then latents.
 
 The text encoder is gone before the VAE is loaded, and each is loaded only if something is missing. Memory does not grow with
-the data set. Any number of processes may work at once, under torchrun or not: each claims what it is about to encode, and what
-is written appears whole. They wait for each other's claims at the end and for nothing else, so when one of them is done the
-caches are complete.
+the data set. Any number of processes may work at once, under torchrun or not, as long as all have the same sizes and models:
+each claims what it is about to encode, and what is written appears whole. They wait for each other's claims at the end and for
+nothing else, so when one of them is done the caches are complete.
 """
 
 from __future__ import annotations
@@ -61,11 +61,13 @@ class Encoded:
 
 def run_encode(config: EncodeConfig) -> Encoded:
     """Do the whole job; when it returns, everything but what was skipped is in the caches."""
-    return fill_caches(prepare_encoding(config))
+    job = prepare_encoding(config)
+    with job.using_caches():
+        return fill_caches(job)
 
 
 def fill_caches(job: EncodeJob) -> Encoded:
-    """Encode what is missing or stale."""
+    """Encode what is missing or stale; whoever calls it is using the caches (see ``EncodeJob.using_caches``)."""
     monitor = Monitor([job.device], lambda failure: _find_remedies(job, failure))
     try:
         num_text = _encode_texts(job, monitor)

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from wandistiller.config.encode import EncodeConfig
 from wandistiller.data.buckets import Bucket, make_buckets
 from wandistiller.data.cache_files import fingerprint_model
+from wandistiller.data.cache_use import Making, using_cache
 from wandistiller.data.claims import CLAIM_SECONDS, Claims
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.media_files import BadItem
@@ -48,6 +50,8 @@ class EncodeJob:
     texts: TextCache
     latents: LatentCache
     claims: Claims
+    making: Making
+    """What the caches are made with."""
 
     @property
     def num_texts(self) -> int:
@@ -57,6 +61,10 @@ class EncodeJob:
     @property
     def num_media(self) -> int:
         return sum(bucket is not None for bucket in self.buckets)
+
+    def using_caches(self) -> AbstractContextManager[None]:
+        """Keep jobs of other sizes or models out of the caches for as long as this one fills or reads them."""
+        return using_cache(self.latents.folder, self.making)
 
     def batch_size(self, bucket: Bucket) -> int:
         fitting = _PIXELS_TOGETHER // (bucket.frames * bucket.height * bucket.width)
@@ -85,7 +93,7 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Return the buckets for a VAE; what is not given is what models with such a VAE are usually sampled at.
 
-    ``patch`` is what each side of the latents is a multiple of.
+    ``patch`` is what each side of the latents is a multiple of: 1 where no transformer cuts them.
     """
     usual = usual_size(vae_config)
     return make_buckets(
@@ -111,9 +119,11 @@ def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path", patch: 
     parts = {"text_encoder", "tokenizer", *(() if config.vae_checkpoint else ("vae",))}
     pipeline = find_pipeline(config.model, parts)
     vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
+    vae_fingerprint = fingerprint_model(vae)
     encoder = fingerprint_text_encoder(pipeline.part("text_encoder"), pipeline.part("tokenizer"))
     buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect, patch)
     folder = config.cache_dir or default_cache_dir(config.dataset_path)
+    text_dtype, latent_dtype = (None if name == "auto" else name for name in (config.dtype, config.vae_dtype))
     opened = open_source(config.dataset_path, skip_bad=config.skip_bad, flag=flag)
     assigned = assign_buckets(opened.source, buckets)
     if len(assigned.bad) == len(opened.source):
@@ -132,9 +142,16 @@ def prepare_encoding(config: EncodeConfig, flag: str = "--dataset-path", patch: 
         source=opened.source,
         buckets=assigned.buckets,
         bad=[*opened.bad, *assigned.bad],
-        texts=TextCache(folder, encoder=encoder, dtype=None if config.dtype == "auto" else config.dtype),
-        latents=LatentCache(folder, vae=fingerprint_model(vae), dtype=None if config.vae_dtype == "auto" else config.vae_dtype),
+        texts=TextCache(folder, encoder=encoder, dtype=text_dtype),
+        latents=LatentCache(folder, vae=vae_fingerprint, dtype=latent_dtype),
         claims=Claims(folder / ".claims"),
+        making={
+            "sizes": " ".join(map(str, buckets)),
+            "weights of the VAE": vae_fingerprint,
+            "weights of the text encoder": encoder,
+            "precision of latents": latent_dtype,
+            "precision of captions": text_dtype,
+        },
     )
 
 

@@ -44,7 +44,7 @@ from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
-from wandistiller.train.prediction import distill_phase, distill_work, planned_pixels
+from wandistiller.train.prediction import Pixels, distill_phase, distill_work, drawn_pixels, planned_pixels
 from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies, going_on
 from wandistiller.train.runs import Run, exit_code, own_folder, saved_facts
@@ -104,10 +104,13 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     _check_goes_on(saved, facts)
     assert config.teacher_path is not None
     validation = prepare_held_out(config, config.teacher_path, job.device, job.patch)  # looked at before anything is encoded
-    questions = open_questions(job, saved)
+    if validation is not None:
+        ends.enter_context(validation.using_caches())
+    questions = open_questions(job, saved, ends)
     held_out = None if validation is None else encode_data(validation)
+    drawn = drawn_pixels(config, questions.samples.buckets, held_out.buckets if held_out is not None else None)
     with monitor.phase("loading", "teacher"):
-        placing, note = settle_teacher(job, questions)
+        placing, note = settle_teacher(job, questions, drawn)
         teacher = make_teacher(job, questions, ranks, placing)
     if job.prompts is not None:
         facts["num_prompts"] = len(questions.samples)
@@ -126,7 +129,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
         teacher.release()
     adapter = _make_adapter(job, questions, lessons.samples, ranks, goes_on=before is not None)
     is_asked = teacher is not None and config.asks_while_training
-    foresee = _foresee(job, lessons.samples, placing if is_asked else None)
+    foresee = _foresee(job, lessons.samples, placing if is_asked else None, drawn)
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,
@@ -269,12 +272,12 @@ def _student_role(job: DistillJob, ranks: Ranks, student: Student, ends: ExitSta
     return role
 
 
-def _foresee(job: DistillJob, samples: Any, placing: Placing | None) -> Callable[[Hardware], Phase]:
+def _foresee(job: DistillJob, samples: Any, placing: Placing | None, drawn: Pixels | None) -> Callable[[Hardware], Phase]:
     """Return what predicts the training, with the teacher where it is; None where nobody asks it any more."""
     shapes, config = Shapes.of(job.vae.config, job.teacher_config), as_settled(job.config, job.parallel)
 
     def make(hardware: Hardware) -> Phase:
-        work = distill_work(config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape)
+        work = distill_work(config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape, drawn)
         if placing is None:
             return replace(work, teacher=None).phase(hardware)
         is_found_here = config.strategy == "auto" or placing.is_spread

@@ -35,6 +35,12 @@ class Drawing:
     seed: int
     dtype: torch.dtype
     adapter: ChannelAdapter | None = None
+    numbers: Sequence[int] | None = None
+    """Which of all that are drawn the prompts are, where some are of other shapes; None if these are all."""
+
+    def number(self, index: int) -> int:
+        """Return which of all that are drawn a prompt is: its noise and its file go by it."""
+        return index if self.numbers is None else self.numbers[index]
 
 
 @torch.no_grad()
@@ -53,8 +59,9 @@ def draw(
     """
     text = drawing.text[list(indices)].to(device, drawing.dtype)
     empty = drawing.empty_text.to(device, drawing.dtype).expand(len(indices), -1, -1)
+    seeds = [drawing.seed + drawing.number(index) for index in indices]
     noise = torch.stack(
-        [torch.randn(drawing.latent_shape, generator=torch.Generator().manual_seed(drawing.seed + index)) for index in indices]
+        [torch.randn(drawing.latent_shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     ).to(device)
     if drawing.adapter is not None:
         noise = drawing.adapter.rotate(noise)

@@ -63,7 +63,7 @@ from wandistiller.train.optimisation import (
 )
 from wandistiller.train.optimisers import check_optimiser
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
-from wandistiller.train.prediction import planned_pixels, train_work
+from wandistiller.train.prediction import drawn_pixels, planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies, going_on
 from wandistiller.train.runs import (
     Run,
@@ -146,10 +146,13 @@ def _run(job: _Job, ranks: Ranks, ends: ExitStack) -> Trained:
     # Both are looked at before either is encoded.
     training = prepare_data(config, config.model, config.dataset_path, config.cache_dir, job.device)
     validation = prepare_held_out(config, config.model, job.device)
+    for each in (training, validation):
+        if each is not None:
+            ends.enter_context(each.using_caches())
     data = encode_data(training)
     held_out = None if validation is None else encode_data(validation)
     with monitor.phase("loading", "student"):
-        student = _make_student(job, ranks, ends, data)
+        student = _make_student(job, ranks, ends, data, held_out)
     return _train(job, ranks, monitor, student, data, held_out, ends)
 
 
@@ -210,7 +213,7 @@ def _expert(config: TrainConfig, pipeline: Pipeline) -> tuple[str, float, float]
     return ("transformer", boundary, 1.0) if config.expert == "high" else ("transformer_2", 0.0, boundary)
 
 
-def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, data: EncodedData) -> _Student:
+def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, data: EncodedData, held_out: EncodedData | None) -> _Student:
     """Build the model where it belongs: adapters, then compilation, then the activation policy, then placement or sharding.
 
     ``ends`` is told what to undo when the run is over.
@@ -241,7 +244,7 @@ def _make_student(job: _Job, ranks: Ranks, ends: ExitStack, data: EncodedData) -
         slices = Bytes(sum(local(parameter).nbytes for parameter in model.parameters()))
         return _Student(Role("student", model, is_trained=True, sharding=sharding, flags=_flags(job)), slices)
     resident = parse_resident(config.resident, "--resident")
-    headroom = _beside_weights(job, data) if config.placement == "auto" else None
+    headroom = _beside_weights(job, data, held_out) if config.placement == "auto" else None
     placement = choose_placement(config.placement, resident=resident, train=config.lora_rank == 0, headroom=headroom)
     placed = placement.attach(subject, job.device)
     if placed.stream is not None:
@@ -274,18 +277,19 @@ def _check_goes_on(job: _Job, saved: Mapping[str, Any]) -> None:
     refuse_other_flags(optimiser, ON_HOST_FLAGS if config.placement == "offload" else on_device)
 
 
-def _beside_weights(job: _Job, data: EncodedData) -> Bytes | None:
+def _beside_weights(job: _Job, data: EncodedData, held_out: EncodedData | None) -> Bytes | None:
     """Return what the training will hold of the device beside the weights; None where the device is the host."""
     if job.device.type != "cuda":
         return None
     hardware = hardware_of(job.device)
-    return _work(job, data, hardware).phase(hardware).beside("student")
+    return _work(job, data, held_out, hardware).phase(hardware).beside("student")
 
 
-def _work(job: _Job, data: EncodedData, hardware: Hardware) -> Training:
+def _work(job: _Job, data: EncodedData, held_out: EncodedData | None, hardware: Hardware) -> Training:
     """Return the training as it will be on the largest samples."""
     shapes = Shapes.of(data.vae.config, job.transformer.config)
-    return train_work(as_settled(job.config, job.parallel), shapes, hardware, largest_bucket(data.buckets).shape)
+    drawn = drawn_pixels(job.config, data.buckets, held_out.buckets if held_out is not None else None)
+    return train_work(as_settled(job.config, job.parallel), shapes, hardware, largest_bucket(data.buckets).shape, drawn)
 
 
 def _random_subject(job: _Job) -> Subject:
@@ -323,7 +327,7 @@ def _train(
     callbacks += studio.callbacks(run, role, samples, validation, average)
     optimisations = {role.name: _make_optimisation(job, run, student, ends)}
     about = _describe(job, run, student)
-    foresee = _foresee(job, student, data)
+    foresee = _foresee(job, student, data, held_out)
     stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
     output = None
     if stopped.signal is None:
@@ -336,8 +340,8 @@ def _shapes(job: _Job) -> Shapes:
     return Shapes.of(job.vae.config, job.transformer.config)
 
 
-def _foresee(job: _Job, student: _Student, data: EncodedData) -> Callable[[Hardware], Phase]:
-    return lambda hardware: replace(_work(job, data, hardware), placing=student.placing).phase(hardware)
+def _foresee(job: _Job, student: _Student, data: EncodedData, held_out: EncodedData | None) -> Callable[[Hardware], Phase]:
+    return lambda hardware: replace(_work(job, data, held_out, hardware), placing=student.placing).phase(hardware)
 
 
 def _samples(job: _Job, data: EncodedData) -> CachedSamples:

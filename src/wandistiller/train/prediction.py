@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from wandistiller.config.train import TrainConfig
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.config.training import TrainingConfig
 from wandistiller.config.transformer_training import TransformerTrainingConfig
-from wandistiller.data.buckets import largest_bucket
-from wandistiller.data.encode_job import plan_buckets
+from wandistiller.data.buckets import Bucket, largest_bucket
+from wandistiller.data.encode_job import PATCH, plan_buckets
 from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import Decoding, Encoding, text_phase
 from wandistiller.memory.estimates import Estimate, Item, Phase
@@ -40,10 +40,20 @@ Pixels = tuple[int, int, int]
 """Frames, height and width of samples."""
 
 
-def planned_pixels(config: TransformerTrainingConfig | TrainVaeConfig, vae: Mapping[str, Any]) -> Pixels:
-    """Return the size of the largest samples that a configuration sorts its data into."""
-    buckets = plan_buckets(vae, config.width, config.height, config.frames, config.max_aspect)
+def planned_pixels(config: TransformerTrainingConfig | TrainVaeConfig, vae: Mapping[str, Any], patch: int = PATCH) -> Pixels:
+    """Return the size of the largest samples that a configuration sorts its data into; ``patch`` is as in ``plan_buckets``."""
+    buckets = plan_buckets(vae, config.width, config.height, config.frames, config.max_aspect, patch)
     return largest_bucket(buckets).shape
+
+
+def drawn_pixels(
+    config: TransformerTrainingConfig, data: Iterable[Bucket | None], held_out: Iterable[Bucket | None] | None
+) -> Pixels | None:
+    """Return the size of the largest that is drawn while training: samples are as the data, marks as the held-out data."""
+    drawn = [largest_bucket(data)] if config.sample_every else []
+    if config.judge_samples and held_out is not None:
+        drawn.append(largest_bucket(held_out))
+    return largest_bucket(drawn).shape if drawn else None
 
 
 def _recordings(config: TransformerTrainingConfig, vae: Mapping[str, Any]) -> float:
@@ -67,8 +77,10 @@ def predict_train(config: TrainConfig, shapes: Shapes, hardware: Hardware) -> Es
     return Estimate(phases=phases, disk=(*_caches(config, shapes), *_results(work, config)), ranks=max(hardware.num_cards, 1))
 
 
-def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels) -> Training:
-    """Return the training itself, on samples of a size."""
+def train_work(
+    config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels, drawn: Pixels | None = None
+) -> Training:
+    """Return the training itself, on samples of a size; ``drawn`` is that of the pictures, where it is another."""
     weights = DTYPES[config.weights_dtype]
     through = PixelDecoder(shapes.vae, config.vae_gradient_checkpointing) if config.pixel_loss_weight else None
     student = Use(
@@ -94,7 +106,7 @@ def train_work(config: TrainConfig, shapes: Shapes, hardware: Hardware, pixels: 
         accumulation=config.gradient_accumulation,
         clips=config.clip_norm > 0,
         recordings=_recordings(config, shapes.vae),
-        drawing=_drawing(config, shapes, student),
+        drawing=_drawing(config, shapes, student, drawn or pixels),
         parallel=config.parallel,
         shard_size=config.shard_size,
     )
@@ -149,9 +161,17 @@ def distill_phase(config: DistillConfig, work: Training, hardware: Hardware, *, 
 
 
 def distill_work(
-    config: DistillConfig, shapes: Shapes, student: Mapping[str, Any], hardware: Hardware, pixels: Pixels
+    config: DistillConfig,
+    shapes: Shapes,
+    student: Mapping[str, Any],
+    hardware: Hardware,
+    pixels: Pixels,
+    drawn: Pixels | None = None,
 ) -> Training:
-    """Return the training itself, on samples of a size, with the teacher if it is asked meanwhile."""
+    """Return the training itself, on samples of a size, with the teacher if it is asked meanwhile.
+
+    ``drawn`` is the size of the pictures, where it is another.
+    """
     latents = latent_shape(shapes.vae, pixels)
     passes = _teacher_passes(config) if config.asks_while_training else 0
     use = Use(
@@ -173,7 +193,7 @@ def distill_work(
         accumulation=config.gradient_accumulation,
         clips=config.clip_norm > 0,
         recordings=_recordings(config, shapes.vae),
-        drawing=_drawing(config, shapes, use),
+        drawing=_drawing(config, shapes, use, drawn or pixels),
         parallel=config.parallel,
         shard_size=config.shard_size,
         teacher=_teacher(config, shapes, hardware, pixels) if passes else None,
@@ -225,12 +245,19 @@ def _teacher_slices(config: DistillConfig, hardware: Hardware) -> int:
     return {"fsdp": hardware.num_ranks, "hsdp": config.shard_size or here}.get(config.parallel, here)
 
 
-def _drawing(config: TransformerTrainingConfig, shapes: Shapes, student: Use) -> Drawing | None:
-    """Return the pictures that are drawn while training, where they are asked for."""
+def _drawing(config: TransformerTrainingConfig, shapes: Shapes, student: Use, pixels: Pixels) -> Drawing | None:
+    """Return the pictures of a size that are drawn while training, where they are asked for."""
     if not config.sample_every and not config.judge_samples:
         return None
-    frozen = student.changed(trains="nothing", batch_size=1, policy="none", to_host=False, pixels=None)
-    latents = (shapes.vae["z_dim"], *student.latent_shape[1:])
+    latents = latent_shape(shapes.vae, pixels)
+    frozen = student.changed(
+        latent_shape=(student.latent_shape[0], *latents[1:]),
+        trains="nothing",
+        batch_size=1,
+        policy="none",
+        to_host=False,
+        pixels=None,
+    )
     return Drawing(student=frozen, decoding=Decoding(config=shapes.vae, latent_shape=latents, dtype=torch.float32))
 
 

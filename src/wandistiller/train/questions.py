@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +34,11 @@ class Questions:
         return self.samples.latent_shape(0)
 
 
-def open_questions(job: DistillJob, saved: Mapping[str, Any] | None = None) -> Questions:
+def open_questions(job: DistillJob, saved: Mapping[str, Any] | None = None, ends: ExitStack | None = None) -> Questions:
     """Encode the data set or the prompts; the encoders are gone afterwards.
 
-    ``saved`` is what the state of a run that goes on says of its data.
+    ``saved`` is what the state of a run that goes on says of its data. Until ``ends`` closes, a data set's caches stay as they
+    are: samples are read from them.
     """
     config = job.config
     if job.prompts is None:
@@ -44,6 +46,8 @@ def open_questions(job: DistillJob, saved: Mapping[str, Any] | None = None) -> Q
         found = prepare_data(config, config.teacher_path, config.dataset_path, config.cache_dir, job.device, patch=job.patch)
         if config.cache_teacher:
             _check_one_size(config.dataset_path, found.buckets)
+        if ends is not None:
+            ends.enter_context(found.using_caches())
         data = encode_data(found)
         folds = folds_padding(job.teacher_config, data)
         samples = open_data(job, data, folds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,17 @@ if TYPE_CHECKING:
     from wandistiller.train.loop import Loop
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """One of a drawing's prompts as latents."""
+
+    drawing: Drawing
+    index: int
+    latents: Tensor
+    counts: bool
+    """Whether this rank keeps it; else another one does, and this one has drawn it to keep step."""
+
+
 class DrawSamples(EverySoOften):
     """Draws every so often and at the end, each rank its share of the prompts, with the average where there is one."""
 
@@ -26,7 +39,7 @@ class DrawSamples(EverySoOften):
     def __init__(
         self,
         role: Role,
-        drawing: Drawing,
+        drawings: Sequence[Drawing],
         decode: Decode,
         folder: Path,
         *,
@@ -34,33 +47,39 @@ class DrawSamples(EverySoOften):
         every: int,
         average: MovingAverage | None = None,
     ) -> None:
+        """``drawings`` has one entry for each size of picture or clip."""
         super().__init__(every)
         self._role = role
-        self._drawing = drawing
+        self._drawings = drawings
         self._decode = decode
         self._folder = folder
         self._fps = fps
         self._average = average
 
     def act(self, loop: Loop) -> None:
-        drawing = self._drawing
-        turns = loop.ranks.turns(len(drawing.prompts))
-        how = {"device": loop.device, "precision": loop.options.precision, "on_step": loop.heed_signals}
-        with in_use(self._average):
-            # One at a time: users' models fill the card.
-            drawn = [draw(self._role.model, drawing, [index], **how)[0] for index, _ in turns]
-        decoded = iter(self._decode([latents for latents, (_, counts) in zip(drawn, turns, strict=True) if counts]))
-        for index, counts in turns:
+        drawn = self._draw(loop)
+        decoded = iter(self._decode([each.latents for each in drawn if each.counts]))
+        for each in drawn:
             loop.heed_signals()
-            if counts:
-                self._write(index, next(decoded), loop.step)
+            if each.counts:
+                self._write(each, next(decoded), loop.step)
         loop.ranks.wait_long()
 
-    def _write(self, index: int, pixels: Tensor, step: int) -> None:
-        drawing = self._drawing
-        settings = {"prompt": drawing.prompts[index], "step": step, "seed": drawing.seed, "steps": drawing.num_steps}
-        name = f"{index:02d}-{_slug(drawing.prompts[index])}"
-        folder, frames = self._folder / f"step-{step:08d}", to_bytes(pixels)
+    def _draw(self, loop: Loop) -> list[_Drawn]:
+        """Return what this rank draws of all sizes, so that the VAE is loaded once."""
+        drawn = []
+        how = {"device": loop.device, "precision": loop.options.precision, "on_step": loop.heed_signals}
+        with in_use(self._average):
+            for drawing in self._drawings:
+                for index, counts in loop.ranks.turns(len(drawing.prompts)):
+                    # One at a time: users' models fill the card.
+                    drawn.append(_Drawn(drawing, index, draw(self._role.model, drawing, [index], **how)[0], counts))
+        return drawn
+
+    def _write(self, each: _Drawn, pixels: Tensor, step: int) -> None:
+        drawing, prompt, frames = each.drawing, each.drawing.prompts[each.index], to_bytes(pixels)
+        settings = {"prompt": prompt, "step": step, "seed": drawing.seed, "steps": drawing.num_steps}
+        folder, name = self._folder / f"step-{step:08d}", f"{drawing.number(each.index):02d}-{_slug(prompt)}"
         if len(frames) == 1:
             write_picture(folder / f"{name}.png", frames, settings)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.config.transformer_training import TransformerTrainingConfig
-from wandistiller.data.buckets import Bucket
+from wandistiller.data.buckets import AllOne, Bucket
 from wandistiller.data.prompts import open_prompts
 from wandistiller.errors import UsageError
 from wandistiller.models.channel_adapter import ChannelAdapter
@@ -110,8 +110,8 @@ class Studio:
             found.append(MeasureMarks(role, drawings, self.decode, run.metrics, every=every, average=average, at_once=together))
         if config.sample_every:
             folder = config.sample_dir or config.output_dir / "samples"
-            drawing = self.draw_prompts(samples)
-            found.append(DrawSamples(role, drawing, self.decode, folder, fps=_FPS, every=config.sample_every, average=average))
+            drawings = self.draw_prompts(samples)
+            found.append(DrawSamples(role, drawings, self.decode, folder, fps=_FPS, every=config.sample_every, average=average))
         return found
 
     def decode(self, latents: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -123,12 +123,11 @@ class Studio:
                 pixels: Tensor = vae.decode(denormalise(whole, self.vae.config), return_dict=False)[0][0].cpu()
             yield pixels
 
-    def draw_prompts(self, samples: Captioned) -> Drawing:
-        """Return what is drawn every so often: the prompts that were asked for, or the first captions."""
+    def draw_prompts(self, samples: Captioned) -> list[Drawing]:
+        """Return what is drawn every so often: prompts that were asked for, as long as the data are, or some captions."""
         config = self.config
         if not config.sample_prompts:
-            chosen = range(min(_DEFAULT_SAMPLES, len(samples)))
-            return self._drawing(samples, chosen, samples.latent_shape(0))
+            return self._by_size(samples, _some_captions(samples.buckets))
         prompts = read_sample_prompts(config.sample_prompts)
         text = encode_prompts(
             self.pipeline.part("text_encoder"),
@@ -138,20 +137,33 @@ class Studio:
             dtype=find_dtype(config.dtype, self.device),
         ).float()
         text = trim_padding(text) if samples.trims_text else text
-        return self._make(prompts, text, samples.empty_text, samples.latent_shape(0))
+        shape = samples.latent_shape(_longest(samples.buckets))
+        return [self._make(prompts, text, samples.empty_text, shape)]
 
     def draw_captions(self, samples: Captioned, limit: int) -> list[Drawing]:
         """Return the first captions, those of each size together."""
+        return self._by_size(samples, range(min(limit, len(samples))))
+
+    def _by_size(self, samples: Captioned, chosen: Sequence[int]) -> list[Drawing]:
+        """Return captions in the shapes of what belongs to them, those of each size together."""
         found: dict[Bucket, list[int]] = {}
-        for index in range(min(limit, len(samples))):
-            found.setdefault(samples.buckets[index], []).append(index)
-        return [self._drawing(samples, indices, samples.latent_shape(indices[0])) for indices in found.values()]
+        for number, index in enumerate(chosen):
+            found.setdefault(samples.buckets[index], []).append(number)
+        return [self._drawing(samples, [chosen[number] for number in numbers], numbers) for numbers in found.values()]
 
-    def _drawing(self, samples: Captioned, indices: Sequence[int], shape: tuple[int, int, int, int]) -> Drawing:
+    def _drawing(self, samples: Captioned, indices: Sequence[int], numbers: Sequence[int]) -> Drawing:
         text = pad_sequence([samples.text(index) for index in indices], batch_first=True)
-        return self._make([samples.caption(index) for index in indices], text, samples.empty_text, shape)
+        captions, shape = [samples.caption(index) for index in indices], samples.latent_shape(indices[0])
+        return self._make(captions, text, samples.empty_text, shape, numbers)
 
-    def _make(self, prompts: Sequence[str], text: Tensor, empty_text: Tensor, shape: tuple[int, int, int, int]) -> Drawing:
+    def _make(
+        self,
+        prompts: Sequence[str],
+        text: Tensor,
+        empty_text: Tensor,
+        shape: tuple[int, int, int, int],
+        numbers: Sequence[int] | None = None,
+    ) -> Drawing:
         return Drawing(
             prompts=prompts,
             text=cut_text(text, self.max_text_tokens),
@@ -164,4 +176,20 @@ class Studio:
             seed=self.config.seed,
             dtype=self.dtype,
             adapter=self.adapter,
+            numbers=numbers,
         )
+
+
+def _some_captions(buckets: Sequence[Bucket]) -> list[int]:
+    """Return the first items; where these are all pictures or short clips, the last of them gives way to a longest clip."""
+    chosen, longest = list(range(min(_DEFAULT_SAMPLES, len(buckets)))), _longest(buckets)
+    if all(buckets[index].frames < buckets[longest].frames for index in chosen):
+        chosen[-1] = longest
+    return chosen
+
+
+def _longest(buckets: Sequence[Bucket]) -> int:
+    """Return the first item with the most frames and, of those, the most pixels."""
+    if isinstance(buckets, AllOne):  # millions of prompts, perhaps
+        return 0
+    return max(range(len(buckets)), key=lambda index: (buckets[index].frames, buckets[index].height * buckets[index].width))

@@ -27,16 +27,17 @@ from wandistiller.train.across_ranks import AcrossRanks
 from wandistiller.train.distill_job import DistillJob
 from wandistiller.train.methods.distill import Objectives
 from wandistiller.train.parallel_choice import as_settled
-from wandistiller.train.prediction import asking_work, distill_work
+from wandistiller.train.prediction import Pixels, asking_work, distill_work
 from wandistiller.train.questions import Questions
 from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches, teacher_dtype
 from wandistiller.units import Bytes
 
 
-def settle_teacher(job: DistillJob, questions: Questions) -> tuple[Placing, str]:
+def settle_teacher(job: DistillJob, questions: Questions, drawn: Pixels | None = None) -> tuple[Placing, str]:
     """Return where the teacher will live, and what was thought of it where that was left open.
 
-    That is decided while the card is empty: what the student will take there is in the prediction.
+    That is decided while the card is empty: what the student will take there is in the prediction, and what pictures of the
+    size ``drawn`` take, where they are larger than the samples.
     """
     config = job.config
     resident = parse_resident(config.teacher_resident, "--teacher-resident")
@@ -49,7 +50,7 @@ def settle_teacher(job: DistillJob, questions: Questions) -> tuple[Placing, str]
     )
     if config.strategy != "auto" or not Objectives.of(config).needs_teacher:
         return placing, ""
-    headroom = _beside_teacher(job, questions) if job.device.type == "cuda" else None
+    headroom = _beside_teacher(job, questions, drawn) if job.device.type == "cuda" else None
     choice = Auto(headroom=headroom).choose(
         stored_subject(job.teachers[0], teacher_dtype(config.teacher_dtype, job.device)), job.device
     )
@@ -99,14 +100,14 @@ def make_teacher(job: DistillJob, questions: Questions, ranks: Ranks, placing: P
     return teacher if group is None else TeacherTogether(teacher, group, job.teacher_config)
 
 
-def _beside_teacher(job: DistillJob, questions: Questions) -> Bytes:
+def _beside_teacher(job: DistillJob, questions: Questions, drawn: Pixels | None) -> Bytes:
     """Return what will be held of the device beside the teacher's weights: by its answers, and by the student."""
     hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
     config = as_settled(job.config, job.parallel)
     pixels = largest_bucket(questions.samples.buckets).shape
     if not config.asks_while_training:
         return asking_work(config, shapes, hardware, pixels).phase(hardware).beside("teacher")
-    return distill_work(config, shapes, job.plan.config, hardware, pixels).phase(hardware).beside("teacher")
+    return distill_work(config, shapes, job.plan.config, hardware, pixels, drawn).phase(hardware).beside("teacher")
 
 
 def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int] | None:

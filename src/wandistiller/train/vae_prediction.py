@@ -59,7 +59,7 @@ def predict_train_vae(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware
 
 def vae_step(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> VaeStep:
     """Return a step on the largest samples that there will be."""
-    shape, precision = planned_pixels(config, shapes.vae), foreseen_precision(config, hardware)
+    shape, precision = planned_pixels(config, shapes.vae, patch=1), foreseen_precision(config, hardware)
     return VaeStep(config=config, vae=shapes.vae, shape=shape, precision=precision)
 
 

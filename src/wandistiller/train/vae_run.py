@@ -89,7 +89,7 @@ def _prepare(config: TrainVaeConfig) -> _Job:
     device = prepare_device(config)
     parallel = prepare_parallel(config)
     vae = inspect_checkpoint(find_part(config.model, "vae"), VAE)
-    buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect)
+    buckets = plan_buckets(vae.config, config.width, config.height, config.frames, config.max_aspect, patch=1)
     if config.use_lpips:
         open_lpips()
     samples = _open(config, config.dataset_path, "--dataset-path", buckets, mirror=config.mirror)

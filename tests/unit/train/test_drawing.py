@@ -101,7 +101,7 @@ def draw_samples(model, folder):
     average = MovingAverage(model, ["weight"], 0.9)
     average.averages["weight"] += 1
     role = SimpleNamespace(model=model)
-    return DrawSamples(role, drawing, lambda latents: pytest.fail("decodes"), folder, fps=16, every=2, average=average)
+    return DrawSamples(role, [drawing], lambda latents: pytest.fail("decodes"), folder, fps=16, every=2, average=average)
 
 
 def measure_marks(model, folder):
@@ -136,7 +136,7 @@ def test_a_signal_between_pictures_ends_the_decoding(tmp_path):
         yield torch.zeros(3, 1, 32, 32)
         pytest.fail("goes on")
 
-    draws = DrawSamples(SimpleNamespace(model=Model()), drawing_of(3), decode, tmp_path / "samples", fps=16, every=2)
+    draws = DrawSamples(SimpleNamespace(model=Model()), [drawing_of(3)], decode, tmp_path / "samples", fps=16, every=2)
     stopped = make_loop(tmp_path / "states", steps=6, callbacks=[draws]).run()
     assert (stopped.step, stopped.signal) == (2, signal.SIGTERM)
     assert sorted(path.name[:2] for path in (tmp_path / "samples").rglob("*.png")) == ["00", "01"]

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from wandistiller.config.distill import DistillConfig
+from wandistiller.data.buckets import Bucket
 from wandistiller.memory.hardware import described
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import find_size
-from wandistiller.train.prediction import distill_phase, distill_work, media_phase
+from wandistiller.train.prediction import distill_phase, distill_work, drawn_pixels, media_phase
 from wandistiller.units import Bytes
 
 LIVE = DistillConfig(teacher_path="x", dataset_path="y", width=64, height=64, frames=(1,), batch_size=2, rollout_batch=5)
@@ -39,3 +40,22 @@ def test_media_are_foreseen_in_the_precision_that_they_are_encoded_in():
     names = ("float32", "bfloat16", "auto")
     full, half, follows = (media_phase(replace(LIVE, vae_dtype=name), shapes, hardware).peak for name in names)
     assert half == follows < full
+
+
+@pytest.mark.parametrize(
+    ("options", "latents"),
+    [({"sample_every": 1}, (2, 8, 8)), ({"judge_samples": 1}, (3, 4, 4)), ({"sample_every": 1, "judge_samples": 1}, (2, 8, 8))],
+    ids=["samples", "marks", "both"],
+)
+def test_the_largest_that_is_drawn_counts(options, latents):
+    """Samples are as the data, where a picture comes first; marks as the held-out data. A latent is 8x8 pixels."""
+    size, data, held_out = (
+        find_size("tiny"),
+        [Bucket(1, 64, 64), None, Bucket(5, 64, 64)],
+        [Bucket(1, 32, 32), Bucket(9, 32, 32)],
+    )
+    config, shapes = replace(LIVE, **options), Shapes.of(size.vae, size.transformer)
+    hardware, drawn = described(card="rtx4090", host_memory=Bytes(2**36)), drawn_pixels(config, data, held_out)
+    drawing = distill_work(config, shapes, dict(size.transformer), hardware, (5, 64, 64), drawn).drawing
+    assert drawing.decoding.latent_shape == drawing.student.latent_shape == (size.vae["z_dim"], *latents)
+    assert drawn_pixels(LIVE, data, held_out) is None

@@ -9,10 +9,11 @@ from helpers.live_bytes import LiveBytes
 
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.memory.hardware import described
-from wandistiller.models.sizes import TINY_VAE
+from wandistiller.models.shapes import Shapes
+from wandistiller.models.sizes import TINY_VAE, find_size
 from wandistiller.plan import trial
 from wandistiller.train import vae_prediction
-from wandistiller.train.vae_prediction import VaeStep
+from wandistiller.train.vae_prediction import VaeStep, vae_step
 from wandistiller.units import Bytes
 
 CARD = described(card="rtx4090", host_memory=Bytes(2**36))
@@ -27,6 +28,12 @@ def test_two_short_clips_tell_of_a_longer_one(monkeypatch):
     assert told.seconds == pytest.approx(played.seconds, rel=0.03)
     least = step.least(CARD)
     assert 0.2 * played.peak < least.held + least.working < played.peak
+
+
+def test_sizes_need_not_fit_the_patches_of_a_transformer():
+    config = TrainVaeConfig(width=40, height=24, frames=(1,), max_aspect=1.0)
+    shapes = Shapes.of(TINY_VAE, find_size("tiny").transformer)
+    assert vae_step(config, shapes, CARD).shape == (1, 24, 40)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
