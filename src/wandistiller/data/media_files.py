@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from wandistiller.data.buckets import Bucket, MediaSize
 from wandistiller.data.pictures import MEDIA_SUFFIXES, probe, read_media
 from wandistiller.errors import MediaError, UsageError
 from wandistiller.files import expand_home
-from wandistiller.terminal import progress
+from wandistiller.terminal import progress, say
 
 RESERVED_NAME = ".empty"
 """The name under which caches keep what belongs to the empty caption; no item may have it."""
 HELD_OUT_FOLDER = ".held_out"
 """The folder in a cache that is for held-out data; no item of the training data may lie in one of this name."""
 
+_NOT_READ = frozenset(".gif .bmp .tif .tiff .avif .heic .jxl .m4v .mpg .mpeg .wmv .flv .ts .ogv .3gp".split())
+"""Pictures and clips of other kinds, which somebody may have meant to train on."""
 _FILE_FIELDS = ("file", "media", "video", "image")
 _CAPTION_FIELDS = ("caption", "text")
 
@@ -107,6 +110,10 @@ def scan_folder(folder: Path) -> Iterator[MediaFile]:
         if real not in visited:  # links may lead round in a circle
             paths += [Path(top, name) for name in files if not name.startswith(".")]
         visited.add(real)
+    others = Counter(path.suffix.lower() for path in paths if path.suffix.lower() in _NOT_READ)
+    if others:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
+        say(f"Passed over in {folder}: {kinds}; what is read ends in {', '.join(MEDIA_SUFFIXES)}")
     for path in sorted(paths):
         if path.suffix.lower() in MEDIA_SUFFIXES:
             yield MediaFile(_name(path, folder), path)

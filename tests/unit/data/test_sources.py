@@ -286,3 +286,13 @@ def test_worlds_that_are_none():
         open_source("world:0")
     with pytest.raises(UsageError, match="world:COUNT:FRAMESxHEIGHTxWIDTH"):
         open_source("world:many")
+
+
+def test_pictures_and_clips_that_are_not_read_are_told(tmp_path, capsys):
+    for name in ("a.png", "b.gif", "c.GIF", "d.m4v"):
+        Image.new("RGB", (16, 16)).save(tmp_path / name, format="PNG")
+        (tmp_path / name).with_suffix(".txt").write_text("x")
+    (tmp_path / "notes.md").write_text("of no interest")
+    assert len(open_source(tmp_path).source) == 1
+    said = capsys.readouterr().err
+    assert "2 .gif, 1 .m4v" in " ".join(said.split()) and ".md" not in said
