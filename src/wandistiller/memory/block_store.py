@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -63,7 +64,7 @@ class BlockStore(Protocol):
         ...
 
 
-class _InHostMemory:
+class _InHostMemory(ABC):
     """What stores have in common that hold every block in host memory, ready to be copied."""
 
     def __init__(self, layouts: Sequence[BlockLayout], give_back: GiveBack | None) -> None:
@@ -108,8 +109,9 @@ class _InHostMemory:
         for flat in self.flats[:1]:  # all are pieces of one
             lock_pages(flat, device, budget)
 
+    @abstractmethod
     def views(self, index: int) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """Return the block's members in host memory."""
 
     def fetch(self, index: int) -> Tensor:
         event = self._held_back.get(index)
@@ -126,10 +128,10 @@ class _InHostMemory:
         self._held_back.pop(index).set()
 
     def fetched(self, index: int, ticket: Ticket) -> None:
-        pass
+        return  # the bytes stay where they are
 
     def expect(self, indices: Sequence[int]) -> None:
-        pass
+        return  # all are there
 
     def drop(self, index: int) -> None:
         self.flats[index] = torch.empty(0, dtype=torch.uint8)

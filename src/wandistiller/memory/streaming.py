@@ -368,6 +368,27 @@ class BlockStream:
             self._hooks += keep_state_readable(block, functools.partial(stored, position), changed, members)
 
 
+class _Handover:
+    """Weights on their way from a model in memory to a store, which never has more than a block of them twice."""
+
+    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+        self._layouts = layouts
+        self._num_released = 0
+
+    def take(self, index: int, member: Member) -> Tensor:
+        """Return a member's values; the blocks before its own have arrived, and the model lets go of them."""
+        for done in range(self._num_released, index):
+            for each in self._layouts[done].members:
+                each.tensor.data = torch.empty(0, dtype=each.dtype)
+        self._num_released = index
+        return member.tensor.data
+
+    def give_back(self, index: int, values: dict[str, Tensor]) -> None:
+        """Let the model have a block again, as one after it has found no room."""
+        for member in self._layouts[index].members:
+            member.tensor.data = values[member.name]
+
+
 @torch.inference_mode(False)
 def stream_blocks(
     model: nn.Module,
@@ -416,21 +437,10 @@ def stream_blocks(
     def member_name(member: Member) -> str:
         return full_names[id(member)]
 
-    num_released = 0
+    handover = _Handover(stream.layouts)
 
     def read_member(index: int, member: Member) -> Tensor:
-        nonlocal num_released
-        if read is not None:
-            return read(member_name(member))
-        for done in range(num_released, index):  # so that host memory never holds more than a block twice
-            for each in stream.layouts[done].members:
-                each.tensor.data = torch.empty(0, dtype=each.dtype)
-        num_released = index
-        return member.tensor.data
-
-    def give_back(index: int, values: dict[str, Tensor]) -> None:
-        for member in stream.layouts[index].members:
-            member.tensor.data = values[member.name]
+        return handover.take(index, member) if read is None else read(member_name(member))
 
     if locate is not None:
         if train or read is None:
@@ -439,7 +449,8 @@ def stream_blocks(
         stream.store = DiskStore(stream.layouts, read_member, device, find, lane=lane)
     else:
         make = QuantisedStore if quantise else HostStore
-        stream.store = make(stream.layouts, read_member, device, budget, shared_as, give_back if read is None else None)
+        give_back = handover.give_back if read is None else None
+        stream.store = make(stream.layouts, read_member, device, budget, shared_as, give_back)
     _make_ring(stream)
     _keep_the_rest_on_device(stream, taken, names, read)
     _let_optimisers_step(stream)
