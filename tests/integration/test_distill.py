@@ -23,11 +23,11 @@ from wandistiller.flow.solver import SOLVERS
 from wandistiller.memory.experts import Experts
 from wandistiller.models.channel_adapter import ChannelAdapter, random_adapter
 from wandistiller.models.derive_student import derive_student
-from wandistiller.models.learnt_guidance import read_learnt_guidance
 from wandistiller.models.pipeline import find_diffusers_pipeline
 from wandistiller.models.sizes import find_size
 from wandistiller.models.stored import TRANSFORMER, inspect_checkpoint
 from wandistiller.models.student_config import read_student_config
+from wandistiller.models.student_facts import read_learnt_guidance
 from wandistiller.sample.job import prepare
 from wandistiller.train import distill_run
 from wandistiller.train.drawing import Drawing, draw

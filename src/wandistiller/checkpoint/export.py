@@ -17,11 +17,10 @@ from wandistiller.files import complete_or_absent, expand_home
 from wandistiller.models.channel_adapter import CONFIG_NAME as ADAPTER_CONFIG
 from wandistiller.models.channel_adapter import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from wandistiller.models.devices import DTYPES
-from wandistiller.models.learnt_guidance import LEARNT_GUIDANCE_NAME
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import StoredModel, inspect_checkpoint
-from wandistiller.models.text_limit import TEXT_LIMIT_NAME
+from wandistiller.models.student_facts import FACT_FILES
 from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
@@ -94,7 +93,7 @@ def _copy_other_parts(pipeline: Pipeline, folder: Path) -> None:
     for name in _OTHER_PARTS:
         if name in pipeline.parts:
             shutil.copytree(pipeline.parts[name], folder / name)
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, LEARNT_GUIDANCE_NAME, TEXT_LIMIT_NAME):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, *FACT_FILES):
         if (pipeline.folder / name).is_file():
             shutil.copyfile(pipeline.folder / name, folder / name)
     index = pipeline.folder / "model_index.json"

@@ -22,10 +22,9 @@ from wandistiller.distributed.pieces import whole
 from wandistiller.errors import OutputError
 from wandistiller.files import complete_or_absent
 from wandistiller.models.channel_adapter import ChannelAdapter
-from wandistiller.models.learnt_guidance import write_learnt_guidance
 from wandistiller.models.pipeline import Pipeline
 from wandistiller.models.stored import StoredModel, inspect_checkpoint
-from wandistiller.models.text_limit import write_text_limit
+from wandistiller.models.student_facts import write_learnt_guidance, write_text_limit
 from wandistiller.models.text_padding import TEXT_TOKENS
 from wandistiller.models.transformer_keys import to_original
 from wandistiller.models.weight_files import WEIGHT_SUFFIXES, Planned, in_file_order, write_safetensors

@@ -17,9 +17,8 @@ from wandistiller.errors import CheckpointError, UsageError, nearest
 from wandistiller.files import expand_home
 from wandistiller.models.box import box_pipeline_folder
 from wandistiller.models.channel_adapter import ADAPTER_NAME
-from wandistiller.models.learnt_guidance import LEARNT_GUIDANCE_NAME
 from wandistiller.models.sizes import SIZES
-from wandistiller.models.text_limit import TEXT_LIMIT_NAME
+from wandistiller.models.student_facts import FACT_FILES
 from wandistiller.models.tiny import random_tiny_folder
 
 _PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline")
@@ -264,7 +263,7 @@ def _download(repo: str, parts: Collection[str], flag: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["model_index.json", "scheduler/*.json", f"{ADAPTER_NAME}.*", LEARNT_GUIDANCE_NAME, TEXT_LIMIT_NAME]
+    wanted = ["model_index.json", "scheduler/*.json", f"{ADAPTER_NAME}.*", *FACT_FILES]
     wanted += [pattern.format(part=part) for part in parts for pattern in _HUB_PATTERNS]
     try:
         return Path(snapshot_download(repo, allow_patterns=wanted))

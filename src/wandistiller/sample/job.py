@@ -22,14 +22,13 @@ from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter
 from wandistiller.models.devices import find_device, find_dtype
 from wandistiller.models.expert_pair import inspect_experts
 from wandistiller.models.latents import check_channels, num_tokens
-from wandistiller.models.learnt_guidance import read_learnt_guidance
 from wandistiller.models.lora import with_lora
 from wandistiller.models.pipeline import Pipeline, find_pipeline
 from wandistiller.models.shapes import Shapes, read_config
 from wandistiller.models.sizes import SIZES, Size, usual_size
 from wandistiller.models.stored import VAE, StoredModel, inspect_checkpoint
+from wandistiller.models.student_facts import read_learnt_guidance, read_text_limit
 from wandistiller.models.text import read_embeddings
-from wandistiller.models.text_limit import read_text_limit
 from wandistiller.models.text_padding import TEXT_TOKENS, can_fold_padding
 from wandistiller.sample.conditioning import ImageInputs, check_image, image_inputs
 from wandistiller.sample.geometry import Geometry, check_geometry

@@ -16,7 +16,7 @@ from wandistiller.models.load import load_transformer, load_vae
 from wandistiller.models.pipeline import find_pipeline
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import inspect_checkpoint
-from wandistiller.models.text_limit import read_text_limit, write_text_limit
+from wandistiller.models.student_facts import read_text_limit, write_text_limit
 
 TINY = SIZES["tiny"]
 # One of each kind: every module that some released Wan has is in one of these.
