@@ -35,7 +35,7 @@ def test_two_ranks_are_one_with_the_same_global_batch(tmp_path, kind, strategy):
 
 
 CASES = {
-    **{name: {"teacher_device_strategy": name} for name in ("gpu0", "offload", "cpu", "disk")},
+    **{name: {"teacher_device_strategy": name} for name in ("gpu0", "offload", "cpu", "disk", "balanced", "sequential")},
     "chosen": {"teacher_device_strategy": "gpu0", "layer_choice": "importance"},
 }
 
