@@ -63,10 +63,14 @@ def launch_seconds(device: torch.device) -> float:
 
 @functools.cache
 def update_rate() -> float:
-    """Return the bytes a second that AdamW goes through in host memory, its threads together."""
+    """Return the bytes a second that AdamW goes through in host memory, its threads together.
+
+    Of several pieces a thread where that is less than a gigabyte: the caches of a large processor hold one for each.
+    """
     threads = HostThreads()
-    tensors = [large_pages(PIECE * threads.count) for _ in range(3)]
-    short = torch.zeros(PIECE * threads.count, dtype=torch.bfloat16)
+    num_pieces = max(threads.count, min(4 * threads.count, 32))
+    tensors = [large_pages(PIECE * num_pieces) for _ in range(3)]
+    short = torch.zeros(PIECE * num_pieces, dtype=torch.bfloat16)
     adamw = AdamW(1e-5, (0.9, 0.999), 0.01, torch.tensor(1.0))
 
     def update(index: int, room: torch.Tensor) -> None:
@@ -75,7 +79,7 @@ def update_rate() -> float:
         weights.copy_(master)
 
     try:
-        seconds = _seconds(lambda: threads.begin(update, threads.count).wait(), torch.device("cpu"))
+        seconds = _seconds(lambda: threads.begin(update, num_pieces).wait(), torch.device("cpu"))
     finally:
         threads.close()
     return UPDATE_TRAFFIC * short.numel() / seconds
