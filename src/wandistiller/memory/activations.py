@@ -29,10 +29,12 @@ Wrap = Callable[[nn.Module, Forward, Keeper], Forward]
 POLICIES: dict[str, Wrap] = {}
 GRANULARITIES: dict[str, tuple[str, ...]] = {
     "block": (),
-    "attention": ("Attention",),
-    "feed_forward": ("FeedForward", "MLP", "Mlp", "LayerFF"),
+    "attention": ("attention", "attn"),
+    "feed_forward": ("feedforward", "feed_forward", "mlp", "layerff", "ffn"),
 }
-"""Pieces of class names that tell which parts of a block are meant; none for the block itself."""
+"""Pieces of class names, in small letters, that tell which parts of a block are meant; none for the block itself."""
+RECOMPILATIONS = 64
+"""How many variants of compiled code there may be."""
 
 
 def register_policy(name: str) -> Callable[[Wrap], Wrap]:
@@ -52,9 +54,13 @@ class ActivePolicy:
     modules: Sequence[nn.Module]
     keeper: Keeper
     is_selective: bool
+    is_detached: bool = False
 
     def detach(self) -> None:
-        """Give every module its own ``forward`` back."""
+        """Give every module its own ``forward`` back; once."""
+        if self.is_detached:
+            return
+        self.is_detached = True
         for module in self.modules:
             remove_mark(module, "policy")
             original = module.__dict__.pop("_forward_without_policy", None)
@@ -67,11 +73,21 @@ class ActivePolicy:
             attention.uninstall()
 
 
+def allow_recompiling() -> None:
+    """Let compiled code be compiled for as many shapes as data have.
+
+    PyTorch gives up after eight, and from then on computes without: sizes of samples and captions, the last batch of an epoch,
+    each with gradients and without, count, and all blocks together.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
+
+
 def prepare_blocks(
     blocks: Sequence[nn.Module], device: torch.device, ends: ExitStack, *, compiled: bool, policy: str, to_host: bool
 ) -> None:
     """Make blocks ready for training: compiled, and recomputed in backward until ``ends`` is closed."""
     if compiled:
+        allow_recompiling()
         for block in blocks:
             block.forward = torch.compile(block.forward)
     if policy != "none" or to_host:
@@ -152,7 +168,7 @@ def _parts(block: nn.Module, granularity: str) -> Iterator[nn.Module]:
         yield block
         return
     for module in block.children():
-        if any(word in type(module).__name__ for word in words):
+        if any(word in type(module).__name__.lower() for word in words):
             yield module  # and nothing within it, which would be recomputed twice
         else:
             yield from _parts(module, granularity)

@@ -38,8 +38,8 @@ class Ledger:
 
 
 @contextmanager
-def ledger_in_use(ledger: Ledger) -> Iterator[None]:
-    """Note or replay the attention of the computation inside."""
+def ledger_in_use(ledger: Ledger | None) -> Iterator[None]:
+    """Note or replay the attention of the computation inside, or with no ledger, compute it in the same way."""
     global _ledger, _is_keeping
     before, _ledger = _ledger, ledger
     was_keeping, _is_keeping = _is_keeping, True
@@ -103,6 +103,7 @@ def _is_worth_keeping(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if query.ndim != 4 or key.shape[-2] < MIN_KEYS or key.shape != value.shape or not query.dtype == key.dtype == value.dtype:
         return False
     fits = query.shape[:2] == key.shape[:2] and query.shape[-1] == key.shape[-1]
+    fits = fits and all(each.stride(-1) == 1 for each in (query, key, value))  # else numbers are read beside each other
     is_on_host = query.device.type == "cpu"
     return fits and (is_on_host or (query.shape[-1] % 8 == 0 and query.dtype.itemsize <= 4))
 

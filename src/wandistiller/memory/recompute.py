@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -184,7 +184,9 @@ class _Plan:
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         """Recompute with the random numbers and the precision of the first time."""
-        with _random_numbers(self.random_states), _autocasting(self.autocasts):
+        with _random_numbers(self.random_states), ExitStack() as precision:
+            for autocast in self.autocasts:
+                precision.enter_context(autocast)
             yield
 
 
@@ -217,9 +219,10 @@ class _Recompute(torch.autograd.Function):
         ]
         wanted = [tensor for tensor in inputs if tensor.requires_grad] + list(ctx.parameters)
         ctx.plan.check(outputs, wanted)
-        found = iter(
-            torch.autograd.grad([out for out, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True)
-        )
+        # What a checkpoint within recomputes now is to save the same as when it ran.
+        with attention.ledger_in_use(None) if ctx.plan.keep_attention else nullcontext():
+            ends, arriving = [out for out, _ in pairs], [gradient for _, gradient in pairs]
+            found = iter(torch.autograd.grad(ends, wanted, arriving, allow_unused=True))
         for_inputs = [next(found) if tensor.requires_grad else None for tensor in inputs]
         return None, None, *for_inputs, *found
 
@@ -246,15 +249,12 @@ def _random_numbers(states: dict[str, Any] | None) -> Iterator[None]:
         yield
 
 
-def _autocasts() -> list[tuple[str, torch.dtype]]:
-    return [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-
-
-@contextmanager
-def _autocasting(autocasts: list[tuple[str, torch.dtype]]) -> Iterator[None]:
-    if not autocasts:
-        yield
-        return
-    (kind, dtype), *rest = autocasts
-    with torch.autocast(kind, dtype=dtype), _autocasting(rest):
-        yield
+def _autocasts() -> list[torch.autocast]:
+    """Return autocast as it is now, on or off, for every kind of device there is."""
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    caches = torch.is_autocast_cache_enabled()
+    return [
+        torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches)
+        for kind, is_there in there.items()
+        if is_there
+    ]

@@ -451,15 +451,21 @@ def stream_blocks(
         make = QuantisedStore if quantise else HostStore
         give_back = handover.give_back if read is None else None
         stream.store = make(stream.layouts, read_member, device, budget, shared_as, give_back)
-    _make_ring(stream)
-    _keep_the_rest_on_device(stream, taken, names, read)
-    _let_optimisers_step(stream)
-    if train:
-        stream.gradients = HostGradients(stream.layouts, device, on_gradient, budget=budget)
-        stream._hooks += stream.gradients.hooks
-    for position, block in enumerate(streamed):
-        stream._hook(position, block)
-    stream._keep_state_readable()
+    try:
+        _make_ring(stream)
+        _keep_the_rest_on_device(stream, taken, names, read)
+        _let_optimisers_step(stream)
+        if train:
+            stream.gradients = HostGradients(stream.layouts, device, on_gradient, budget=budget)
+            stream._hooks += stream.gradients.hooks
+        for position, block in enumerate(streamed):
+            stream._hook(position, block)
+        stream._keep_state_readable()
+    except BaseException:  # the device has no room; a model that was in memory is there again
+        if read is None:
+            stream.detach()
+        stream.close()
+        raise
     return stream
 
 

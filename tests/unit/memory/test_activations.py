@@ -1,7 +1,9 @@
 """Whatever is recomputed or sent away, gradients are the same and the peak is lower."""
 
 import copy
+import functools
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +16,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from wandistiller.errors import UsageError
 from wandistiller.memory import attention
-from wandistiller.memory.activations import GRANULARITIES, POLICIES, apply_policy
+from wandistiller.memory.activations import GRANULARITIES, POLICIES, apply_policy, prepare_blocks
 from wandistiller.memory.kept import DeviceKeeper, HostKeeper
 from wandistiller.memory.streaming import stream_blocks
 
@@ -97,6 +99,20 @@ def test_attention_is_computed_once_under_the_selective_policy(model, inputs, mo
     assert len(calls) == 4  # one self-attention a block
     active.detach()
     assert torch.nn.functional.scaled_dot_product_attention is attention._plain_attention
+
+
+def test_compiled_blocks_stay_compiled_however_many_shapes_data_have(monkeypatch):
+    """PyTorch's own limit is eight; each number of dimensions is a graph of its own."""
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    block = nn.Tanh()
+    torch._dynamo.reset()
+    with ExitStack() as ends:
+        prepare_blocks([block], torch.device("cpu"), ends, compiled=True, policy="none", to_host=False)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for dimensions in range(1, 13):
+            block(torch.ones([2] * dimensions))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 12
 
 
 def test_nothing_changes_without_gradients(model, inputs):

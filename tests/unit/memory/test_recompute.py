@@ -1,10 +1,13 @@
-"""What recomputation cannot give the gradients of is refused, not passed over."""
+"""Recomputed is what ran, in every respect; what it cannot give the gradients of is refused, not passed over."""
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from wandistiller.errors import UsageError
+from wandistiller.memory import attention
 from wandistiller.memory.activations import apply_policy
 
 CPU = torch.device("cpu")
@@ -53,6 +56,63 @@ def test_second_derivatives_are_refused(policy):
     x = torch.ones(2, 4, requires_grad=True)
     with pytest.raises(UsageError, match="Second derivatives"):
         torch.autograd.grad(block(x).sum(), x, create_graph=True)
+
+
+class Attends(nn.Module):
+    """Attention over channels that come first, as convolutions have them; ``inner`` recomputes it by PyTorch's own means."""
+
+    def __init__(self, inner=False):
+        super().__init__()
+        self.make, self.inner = nn.Conv1d(16, 48, 1), inner
+
+    def attend(self, x):
+        query, key, value = self.make(x).view(len(x), 3, 2, 8, -1).unbind(1)
+        strided = [each.transpose(2, 3) for each in (query, key, value)]
+        tensors = [each.contiguous() for each in strided] if self.inner else strided
+        return functional.scaled_dot_product_attention(*tensors).transpose(2, 3).flatten(1, 2) + x
+
+    def forward(self, x):
+        return checkpoint(self.attend, x, use_reentrant=False) if self.inner else self.attend(x)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["strided", "with a checkpoint of its own"])
+@pytest.mark.parametrize("policy", RECOMPUTED)
+def test_attention_of_every_kind_is_as_without_a_policy(policy, inner):
+    torch.manual_seed(0)
+    block, x = Attends(inner), torch.randn(1, 16, 1100, requires_grad=True)
+    out = block(x)
+    expected = out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
+    active = apply_policy([block], policy, CPU)
+    out = block(x)
+    found = out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
+    active.detach()
+    for each, same in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, same, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", RECOMPUTED)
+def test_backward_under_an_autocast_that_forward_was_not_under(policy):
+    torch.manual_seed(0)
+    block, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), torch.randn(4, 16)
+
+    def gradients():
+        loss = block(x).square().sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.autograd.grad(loss, list(block.parameters()))
+
+    expected = gradients()
+    apply_policy([block], policy, CPU)
+    assert all(map(torch.equal, gradients(), expected))
+
+
+def test_a_second_detach_leaves_the_attention_of_others_alone():
+    before = attention._installed
+    one, other = (apply_policy([nn.Linear(4, 4)], "selective", CPU) for _ in range(2))
+    one.detach()
+    one.detach()
+    assert attention._installed == before + 1 and functional.scaled_dot_product_attention is attention._attention
+    other.detach()
+    assert attention._installed == before
 
 
 def test_a_block_that_stands_twice_is_recomputed_twice():

@@ -6,7 +6,7 @@ from helpers.streaming import LateLane
 from torch import nn
 
 from wandistiller.errors import UsageError
-from wandistiller.memory import block_store
+from wandistiller.memory import block_store, streaming
 from wandistiller.memory.streaming import stream_blocks
 
 
@@ -55,6 +55,29 @@ def test_a_model_that_finds_no_room_keeps_its_weights(chain, monkeypatch, quanti
         stream_blocks(chain, list(chain), "cpu", quantise=quantise)
     for name, value in chain.state_dict().items():
         torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("fails", ["_make_ring", "_keep_the_rest_on_device", "_let_optimisers_step"])
+@pytest.mark.parametrize("quantise", [False, True])
+def test_a_model_that_finds_no_room_on_the_device_keeps_its_weights(chain, monkeypatch, fails, quantise):
+    """Whether the ring, what stays outside of it, or anything after them finds none."""
+    expected = {name: value.clone() for name, value in chain.state_dict().items()}
+    plain = getattr(streaming, fails)
+
+    def scarce(*args):
+        plain(*args)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(streaming, fails, scarce)
+    with pytest.raises(torch.OutOfMemoryError):
+        stream_blocks(chain, list(chain)[:3], "cpu", quantise=quantise)
+    for name, value in chain.state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+    monkeypatch.undo()
+    x = torch.randn(2, 4)
+    alone = chain(x)
+    stream_blocks(chain, list(chain)[:3], "cpu")
+    torch.testing.assert_close(chain(x), alone)
 
 
 def test_a_second_detach_does_nothing(chain):
