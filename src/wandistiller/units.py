@@ -25,12 +25,15 @@ class Bytes(int):
 
     @classmethod
     def parse(cls, text: str) -> Bytes:
-        """Read ``24GiB``, ``24 GB``, ``512MiB`` or a plain number of bytes."""
+        """Read ``24GiB``, ``24 GB``, ``512MiB`` or a plain number of bytes, if it is one that somebody can have meant."""
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
         unit = match.group(2).lower() if match else "?"
         if match is None or unit not in _FACTORS:
             raise UsageError(f"'{text}' is not a size.", fix="Write a number and a unit, such as 24GiB, 512MiB or 80GB.")
-        return cls(round(float(match.group(1)) * _FACTORS[unit]))
+        size = cls(round(float(match.group(1)) * _FACTORS[unit]))
+        if not unit and 0 < size < 2**20:
+            raise UsageError(f"'{text}' has no unit.", fix=f"Write {text.strip()}GiB, or {text.strip()}B if bytes are meant.")
+        return size
 
     def __str__(self) -> str:
         for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -503,6 +503,18 @@ def test_nothing_is_left_of_the_data(tmp_path):
     assert "a.png is not a readable picture" in caught.value.why
 
 
+def test_a_bad_file_does_not_take_a_good_one_of_its_name_along(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("a.jpg.png", "b.png"):
+        Image.new("RGB", (32, 32), "red").save(data / name)
+    (data / "a.jpg").write_text("no picture")  # of the path that is the name of the good one
+    for name in ("a.jpg.txt", "a.txt", "b.txt"):
+        (data / name).write_text("red")
+    options = {**QUICK, "dataset_path": str(data), "batch_size": 1, "num_steps": None, "num_epochs": 1}
+    assert train(**options, output_dir=tmp_path / "run", skip_bad=True).step == 2
+
+
 def test_the_caches_stay_as_they_are_until_the_run_ends(tmp_path, monkeypatch):
     cache = {"cache_dir": tmp_path / "cache", "model": "tiny-random"}
     data = {"dataset_path": "world:4:1x32x32", "held_out": "world-heldout:2:1x32x32"}

@@ -238,6 +238,7 @@ def test_channels_last_is_the_same_training(tmp_path):
         ({"model": None}, "--model is missing"),
         ({"dataset_path": "nowhere"}, "nowhere"),
         ({"held_out": "nowhere"}, r"nowhere does not exist(.|\n)*--held-out"),
+        ({"width": 8, "height": 8, "held_out": "world-heldout:1:1x32x32"}, "--held-out needs pictures .* 11x11 .* are 8x8"),
         ({"use_lpips": True}, "LPIPS"),
         ({"gan_training": True, "reduced_min_sizes": (16,)}, "--gan-training needs pictures of at least 24x24 .* are 16x16"),
         ({"reduced_min_sizes": (24, 4)}, "--reduced-min-sizes 4 is no smaller size"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from wandistiller.cli.arguments import parse_flags
 from wandistiller.config.command import CommandConfig
 from wandistiller.config.plan import PLANNED, PlanConfig, PlanRequest
 from wandistiller.config.presets import find_preset
+from wandistiller.config.toml_file import read_toml
 from wandistiller.errors import UsageError, nearest
 
 # What a command needs to be run and a plan does not; taken where nothing is given.
@@ -70,7 +70,7 @@ def _given(flags: Sequence[str], job: CommandConfig, command: str) -> frozenset[
             name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
             found.add(name if name in fields else name.removeprefix("no_"))
     if job.config is not None:
-        content = tomllib.loads(Path(job.config).read_text(encoding="utf-8"))
+        content = read_toml(Path(job.config))
         found |= {key.replace("-", "_") for key in (*content, *content.get(command, {}))}
     preset = getattr(job, "preset", None)
     if preset is not None:

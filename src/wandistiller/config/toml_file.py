@@ -18,6 +18,14 @@ from wandistiller.files import complete_or_absent
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what stands in a file given with --config."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--config {path} cannot be read.", why=str(error), fix="Check the path and the syntax.") from error
+
+
 def read_config(
     path: Path,
     config_class: type[ConfigT],
@@ -30,10 +38,7 @@ def read_config(
     Keys stand at the top, or in a table named after the command; tables of other commands are left alone, so one file can
     serve a whole project. Both ``-`` and ``_`` are accepted in keys, as on the command line.
     """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"--config {path} cannot be read.", why=str(error), fix="Check the path and the syntax.") from error
+    content = read_toml(path)
     values = {key: value for key, value in content.items() if not (isinstance(value, dict) and key in commands)}
     table = content.get(command, {})
     if not isinstance(table, dict):

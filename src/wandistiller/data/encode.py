@@ -56,6 +56,9 @@ class Encoded:
     num_latents: int
     reused: int
     skipped: tuple[BadItem, ...]
+    """All that was left out, under names or, where it never became an item, paths."""
+    unreadable: tuple[BadItem, ...]
+    """Of these, the items that turned out not to be readable."""
     cache_dir: Path
 
 
@@ -83,7 +86,7 @@ def fill_caches(job: EncodeJob) -> Encoded:
     _note(f"Wrote {num_text} text embeddings and {num_latents} latents to {job.texts.folder}; {reused} files were there")
     if job.device.type != "cpu":
         _note("Memory by phase: " + "; ".join(monitor.summary()))
-    return Encoded(num_text, num_latents, reused, skipped, job.texts.folder)
+    return Encoded(num_text, num_latents, reused, skipped, tuple(unreadable), job.texts.folder)
 
 
 def _encode_texts(job: EncodeJob, monitor: Monitor) -> int:

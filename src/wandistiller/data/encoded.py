@@ -31,9 +31,9 @@ def encode_data(job: EncodeJob) -> EncodedData:
 
     Raises ``UsageError`` if that was everything.
     """
-    skipped = fill_caches(job).skipped
-    names = {item.name for item in skipped}
+    encoded = fill_caches(job)
+    names = {item.name for item in encoded.unreadable}
     buckets = [None if job.source.name(index) in names else bucket for index, bucket in enumerate(job.buckets)]
     if not any(buckets):
-        raise nothing_left(str(job.config.dataset_path), skipped)
+        raise nothing_left(str(job.config.dataset_path), encoded.skipped)
     return EncodedData(job.source, buckets, job.texts, job.latents, job.vae)

@@ -109,7 +109,7 @@ def _read_values(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is neither a .json nor a .toml file.", fix="Describe the student in one of these formats.")
     try:
         content = readers[path.suffix.lower()](path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read.", why=str(error), fix="Check the path and the syntax.") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path} is not an object with named values.", fix='Write for instance {"depth": 16}.')

@@ -14,9 +14,8 @@ from wandistiller.memory.stage import HOST_STATE, Placing
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Training, least_kept
 from wandistiller.models.shapes import Shapes
-from wandistiller.models.student_config import read_student_config
-from wandistiller.train.distill_job import with_sizes
-from wandistiller.train.prediction import distill_work, planned_pixels, train_work
+from wandistiller.train.distill_job import common_patch, with_sizes
+from wandistiller.train.prediction import distill_work, planned_pixels, planned_student, train_work
 from wandistiller.train.vae_prediction import vae_step
 from wandistiller.units import Bytes
 
@@ -49,10 +48,10 @@ def least_on_card(job: Any, shapes: Shapes, hardware: Hardware) -> Least:
     if isinstance(job, TrainConfig) and job.placement not in ("cpu", "auto"):
         return least_of_training(train_work(job, shapes, hardware, planned_pixels(job, shapes.vae)), hardware)
     if isinstance(job, DistillConfig):
-        factors = {"spatial_factor": shapes.vae["scale_factor_spatial"], "temporal_factor": shapes.vae["scale_factor_temporal"]}
-        student = read_student_config(job.student_config, dict(shapes.transformers[0]), **factors)
+        student = planned_student(job, shapes)
         job = with_sizes(job, student)
-        work = distill_work(job, shapes, student.config, hardware, planned_pixels(job, shapes.vae))
+        pixels = planned_pixels(job, shapes.vae, common_patch(student.config, shapes.transformers[0]))
+        work = distill_work(job, shapes, student.config, hardware, pixels)
         is_alone = job.is_stored or job.strategy in ("sharded", "auto")
         return least_of_training(replace(work, teacher=None) if is_alone else work, hardware)
     if isinstance(job, TrainVaeConfig):

@@ -26,7 +26,7 @@ from wandistiller.plan.candidates import Changes, Way, all_ways, is_left_to_the_
 from wandistiller.plan.search import Option, Search, Untried
 from wandistiller.sample.conditioning import check_image, image_inputs
 from wandistiller.sample.prediction import predict_sample
-from wandistiller.train.prediction import media_phase, predict_distill, predict_train
+from wandistiller.train.prediction import check_planned_student, media_phase, predict_distill, predict_train
 from wandistiller.train.start_checks import (
     check_expert,
     check_ranks,
@@ -174,6 +174,7 @@ def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:
         check_text_to_video(shapes.transformers[0], "trained")
     if isinstance(job, DistillConfig):
         check_text_to_video(shapes.transformers[0], "distilled")
+        check_planned_student(job, shapes)
         check_sharded_teacher(job, is_rank=is_started)
         if hardware.card is not None:
             check_spread_teacher(job, ranks_here, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,10 +105,9 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
         sigma=SigmaDistribution(shape=config.sigma_sampling, mean=config.sigma_mean, std=config.sigma_std, shift=shift),
         precision=choose_precision(config, device),
         prompts=prompts,
-        patch=math.lcm(*plan.config["patch_size"][1:], *teachers[0].config["patch_size"][1:]),
+        patch=common_patch(plan.config, teachers[0].config),
     )
-    _check_student(job)
-    _check_size(job)
+    check_student(config, plan, [teacher.config for teacher in teachers], vae.config)
     if config.noisy_source == "noise" and prompts is not None:
         say("Learning on pure noise, a baseline: sampling asks elsewhere, so expect a good loss and poor pictures")
     return job
@@ -130,12 +129,25 @@ def _find_teachers(config: DistillConfig, pipeline: Pipeline) -> list[StoredMode
     return teachers
 
 
-def _check_student(job: DistillJob) -> None:
-    config, plan = job.config, job.plan
-    if config.feature_weight and plan.config["patch_size"] != job.teacher_config["patch_size"]:
+def common_patch(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> int:
+    """Return what each side of the latents is a multiple of, for the patches of teacher and student."""
+    return math.lcm(*student["patch_size"][1:], *teacher["patch_size"][1:])
+
+
+def check_student(
+    config: DistillConfig,
+    plan: StudentPlan,
+    teachers: Sequence[Mapping[str, Any]],
+    vae: Mapping[str, Any],
+    *,
+    has_data: bool = True,
+) -> None:
+    """Raise ``UsageError`` for a student that cannot learn from its teachers; ``has_data`` says if data can be looked at."""
+    teacher = teachers[0]
+    if config.feature_weight and plan.config["patch_size"] != teacher["patch_size"]:
         raise UsageError("--feature-weight needs the same tokens in both.", fix="Give the student the teacher's patch size.")
     blocks = ("num_layers", "num_attention_heads", "attention_head_dim")
-    if config.feature_weight and any(each.config[name] != job.teacher_config[name] for each in job.teachers for name in blocks):
+    if config.feature_weight and any(each[name] != teacher[name] for each in teachers for name in blocks):
         raise UsageError(
             "--feature-weight needs experts of one depth and width.",
             why="the student's blocks are matched with the same blocks of both.",
@@ -148,18 +160,18 @@ def _check_student(job: DistillJob) -> None:
             f"{config.student_config} names its layers, and --layer-choice {config.layer_choice} was given.", fix="Choose one."
         )
     if config.student_init == "teacher" and not config.allow_low_coverage:
-        check_coverage(measure_coverage(job.teacher_config, plan, has_adapter=job.has_adapter))
+        has_adapter = plan.config["in_channels"] != teacher["in_channels"]
+        check_coverage(measure_coverage(teacher, plan, has_adapter=has_adapter))
+    _check_size(config, plan, teacher, vae, has_data)
 
 
-def _check_size(job: DistillJob) -> None:
+def _check_size(
+    config: DistillConfig, plan: StudentPlan, teacher: Mapping[str, Any], vae: Mapping[str, Any], has_data: bool
+) -> None:
     """Raise ``UsageError`` for a size that does not divide into the patches of teacher and student, or has too many."""
-    config, usual = job.config, usual_size(job.vae.config)
-    spatial, theirs, mine = (
-        job.vae.config["scale_factor_spatial"],
-        job.teacher_config["patch_size"],
-        job.plan.config["patch_size"],
-    )
-    multiple = spatial * job.patch
+    usual, patch = usual_size(vae), common_patch(plan.config, teacher)
+    spatial, theirs, mine = vae["scale_factor_spatial"], teacher["patch_size"], plan.config["patch_size"]
+    multiple = spatial * patch
     for flag, pixels in (("--width", config.width or usual.width), ("--height", config.height or usual.height)):
         if pixels % multiple:
             below, above = pixels // multiple * multiple, -(-pixels // multiple) * multiple
@@ -169,11 +181,15 @@ def _check_size(job: DistillJob) -> None:
                 f"{spatial} pixels: it must be a multiple of {multiple}.",
                 fix=f"Take {flag} {above}{f' or {below}' if below else ''}, or another patch_size for the student.",
             )
-        longest = job.teacher_config["rope_max_seq_len"] * spatial * min(*theirs[1:], *mine[1:])
+        longest = teacher["rope_max_seq_len"] * spatial * min(*theirs[1:], *mine[1:])
         if pixels > longest:
             raise UsageError(f"{flag} {pixels} is more than this teacher has positions for.", fix=f"Give at most {longest}.")
-    together, temporal = math.lcm(theirs[0], mine[0]), job.vae.config["scale_factor_temporal"]
-    for count in _frame_counts(job, reads_data=together > 1):
+    together, temporal = math.lcm(theirs[0], mine[0]), vae["scale_factor_temporal"]
+    buckets = plan_buckets(vae, config.width, config.height, config.frames, config.max_aspect, patch)
+    if has_data and together > 1 and config.dataset_path is not None:
+        assigned = assign_buckets(open_source(config.dataset_path, skip_bad=True).source, buckets)
+        buckets = [bucket for bucket in assigned.buckets if bucket is not None]
+    for count in sorted({bucket.frames for bucket in buckets}):
         latent_frames = (count - 1) // temporal + 1
         if latent_frames % together:
             raise UsageError(
@@ -182,23 +198,15 @@ def _check_size(job: DistillJob) -> None:
             )
 
 
-def _frame_counts(job: DistillJob, *, reads_data: bool) -> list[int]:
-    """Return the frames of samples: those asked for, or if ``reads_data`` those that a data set has, pictures among them."""
-    config = job.config
-    frames = config.frames or (1 if job.prompts is not None else usual_size(job.vae.config).frames,)
-    buckets = plan_buckets(job.vae.config, config.width, config.height, frames, config.max_aspect, job.patch)
-    if not reads_data or config.dataset_path is None:
-        return sorted({bucket.frames for bucket in buckets})
-    assigned = assign_buckets(open_source(config.dataset_path, skip_bad=True).source, buckets)
-    return sorted({bucket.frames for bucket in assigned.buckets if bucket is not None})
-
-
 def _sides(patch: Sequence[int]) -> str:
     return "x".join(map(str, patch[1:]))
 
 
 def with_sizes(config: DistillConfig, plan: StudentPlan) -> DistillConfig:
-    """Take the sizes of the student's description where the flags have none; raise ``UsageError`` where they have others."""
+    """Take the sizes of the student's description where the flags have none; raise ``UsageError`` where they have others.
+
+    Prompts are all drawn at one size, as one picture where neither says how many frames.
+    """
     if plan.image_size is not None:
         height, width = plan.image_size
         if (config.width or width, config.height or height) != (width, height):
@@ -209,6 +217,8 @@ def with_sizes(config: DistillConfig, plan: StudentPlan) -> DistillConfig:
         if set(config.frames) - {plan.num_frames}:
             raise _contradiction(config, f"num_frames = {plan.num_frames}", f"--frames {' '.join(map(str, config.frames))}")
         config = replace(config, frames=(plan.num_frames,))
+    if config.data_path is not None:
+        config = replace(config, frames=config.frames or (1,), max_aspect=1.0)
     return config
 
 

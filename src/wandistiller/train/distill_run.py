@@ -152,7 +152,7 @@ def _settle(job: DistillJob) -> DistillJob:
     shapes = Shapes.of(job.vae.config, job.teacher_config)
 
     def work(config: DistillConfig, hardware: Hardware) -> Training:
-        found = distill_work(config, shapes, job.plan.config, hardware, planned_pixels(config, shapes.vae))
+        found = distill_work(config, shapes, job.plan.config, hardware, planned_pixels(config, shapes.vae, job.patch))
         # One that finds its own place, or is shared by ranks, takes what the student leaves.
         return found if config.strategy not in ("auto", "gpu0", "sharded") else replace(found, teacher=None)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 _RANGE = 2.0
 """From the darkest pixel to the brightest."""
-_WINDOW = 11
+WINDOW = 11
+"""Pixels that a side has at least, for structural similarity."""
 _SIGMA = 1.5
 _K1, _K2 = 0.01, 0.03
 
@@ -29,9 +30,9 @@ def ssim(found: Tensor, wanted: Tensor) -> Tensor:
     program. Raises ``ValueError`` for pictures smaller than a window.
     """
     _check(found, wanted)
-    if min(found.shape[-2:]) < _WINDOW:
+    if min(found.shape[-2:]) < WINDOW:
         raise ValueError(
-            f"structural similarity needs at least {_WINDOW}x{_WINDOW} pixels, "
+            f"structural similarity needs at least {WINDOW}x{WINDOW} pixels, "
             f"but the picture has {found.shape[-2]}x{found.shape[-1]}"
         )
     # Frame by frame: the maps of a whole clip take many times its memory.
@@ -55,11 +56,11 @@ def _frame_ssim(found: Tensor, wanted: Tensor) -> Tensor:
 def _smooth(pictures: Tensor) -> Tensor:
     """Return the Gaussian mean of every window, rows and columns in turn."""
     # A sum of slices and not a convolution: that may run in TF32, too coarse for variances that are differences of squares.
-    offsets = torch.arange(_WINDOW, dtype=torch.float64) - _WINDOW // 2
+    offsets = torch.arange(WINDOW, dtype=torch.float64) - WINDOW // 2
     weights = torch.exp(-offsets.square() / (2 * _SIGMA**2))
     weights = weights / weights.sum()
     for dim in (-2, -1):
-        length = pictures.shape[dim] - _WINDOW + 1
+        length = pictures.shape[dim] - WINDOW + 1
         taps = enumerate(weights.tolist())
         pictures = torch.stack([pictures.narrow(dim, start, length) * weight for start, weight in taps]).sum(0)
     return pictures

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from wandistiller.data.buckets import Bucket, make_buckets
+from wandistiller.data.buckets import Bucket
 from wandistiller.data.cached_samples import CachedSamples, Randomness
+from wandistiller.data.encode_job import plan_buckets
 from wandistiller.data.encoded import EncodedData, encode_data
 from wandistiller.data.prompt_samples import PromptSamples
 from wandistiller.data.prompt_texts import PromptTexts
@@ -16,7 +17,6 @@ from wandistiller.distributed.ranks import read_ranks
 from wandistiller.errors import UsageError, shortened
 from wandistiller.models.devices import find_dtype
 from wandistiller.models.latents import latent_shape, num_tokens
-from wandistiller.models.sizes import usual_size
 from wandistiller.models.text_padding import can_fold_padding
 from wandistiller.train.distill_job import DistillJob
 from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data
@@ -114,11 +114,7 @@ def _num_prompts(job: DistillJob, before: int | None) -> int:
 
 
 def _prompt_bucket(job: DistillJob) -> Bucket:
-    """Return the size that prompts are drawn at: what is asked for, or one picture of what is usual."""
-    config, usual = job.config, usual_size(job.vae.config)
-    height, width = config.height or usual.height, config.width or usual.width
-    frames = config.frames[0] if config.frames else 1
-    spatial, temporal = job.vae.config["scale_factor_spatial"], job.vae.config["scale_factor_temporal"]
-    sizes = {"multiple": spatial * job.patch, "temporal": temporal, "max_aspect": 1.0}
-    buckets = make_buckets(width, height, frame_counts=(frames,), **sizes)
-    return next(bucket for bucket in buckets if bucket.frames == frames)
+    """Return the size that prompts are drawn at."""
+    config = job.config
+    buckets = plan_buckets(job.vae.config, config.width, config.height, config.frames, config.max_aspect, job.patch)
+    return next(bucket for bucket in buckets if bucket.frames == config.frames[0])

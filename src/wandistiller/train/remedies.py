@@ -19,6 +19,7 @@ from wandistiller.memory.hardware import Hardware, detect
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.shapes import Shapes
+from wandistiller.train.distill_job import common_patch
 from wandistiller.train.prediction import asking_work, distill_work, planned_pixels, train_work
 from wandistiller.units import Bytes
 
@@ -79,7 +80,8 @@ def _asking_work(shapes: Shapes) -> Callable[[DistillConfig, Hardware], Passes]:
 
 def _distill_work(shapes: Shapes, student: Mapping[str, Any]) -> Callable[[DistillConfig, Hardware], Training]:
     def work(changed: DistillConfig, hardware: Hardware) -> Training:
-        return distill_work(changed, shapes, student, hardware, planned_pixels(changed, shapes.vae))
+        pixels = planned_pixels(changed, shapes.vae, common_patch(student, shapes.transformers[0]))
+        return distill_work(changed, shapes, student, hardware, pixels)
 
     return work
 

@@ -22,6 +22,7 @@ from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.errors import UsageError
 from wandistiller.files import complete_or_absent
+from wandistiller.memory.activations import allow_recompiling
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.forecast import hardware_of
@@ -42,6 +43,7 @@ from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.method import Advice, Role
 from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights, reduced_shapes
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
+from wandistiller.train.picture_quality import WINDOW
 from wandistiller.train.remedies import going_on, smaller_batches
 from wandistiller.train.runs import Run, choose_precision, exit_code, own_folder, prepare_device, prepare_parallel
 from wandistiller.train.vae_prediction import VaeStep
@@ -94,6 +96,9 @@ def _prepare(config: TrainVaeConfig) -> _Job:
         open_lpips()
     samples = _open(config, config.dataset_path, "--dataset-path", buckets, mirror=config.mirror)
     _check_sizes(config, set(samples.buckets), vae.config["scale_factor_spatial"])
+    held_out = _open(config, config.held_out, "--held-out", buckets) if config.held_out else None
+    if held_out is not None:
+        _check_held_out(config, held_out.buckets)
     return _Job(
         config=config,
         device=device,
@@ -101,7 +106,7 @@ def _prepare(config: TrainVaeConfig) -> _Job:
         vae=vae,
         precision=choose_precision(config, device),
         samples=samples,
-        held_out=_open(config, config.held_out, "--held-out", buckets) if config.held_out else None,
+        held_out=held_out,
     )
 
 
@@ -128,6 +133,18 @@ def _check_sizes(config: TrainVaeConfig, buckets: Collection[Bucket], multiple: 
                 why="the network that looks at them halves them several times.",
                 fix="Give larger --reduced-min-sizes, or larger --width and --height, or a smaller --max-aspect.",
             )
+
+
+def _check_held_out(config: TrainVaeConfig, buckets: Collection[Bucket]) -> None:
+    """Raise ``UsageError`` for held-out pictures that cannot be measured."""
+    least = max(WINDOW, SMALLEST_SIDE) if config.use_lpips else WINDOW
+    smallest = min(buckets, key=lambda bucket: min(bucket.height, bucket.width))
+    if min(smallest.height, smallest.width) < least:
+        raise UsageError(
+            f"--held-out needs pictures of at least {least}x{least} pixels, and some are {smallest.width}x{smallest.height}.",
+            why=f"{'LPIPS and ' if config.use_lpips else ''}structural similarity cannot look at smaller ones.",
+            fix="Give larger --width and --height, or a smaller --max-aspect, or leave --held-out away.",
+        )
 
 
 def _open(config: TrainVaeConfig, path: str, flag: str, buckets: Sequence[Bucket], *, mirror: bool = False) -> PixelSamples:
@@ -242,6 +259,7 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
     if config.vae_gradient_checkpointing:
         checkpoint_vae(model)
     if config.torch_compile:
+        allow_recompiling()
         model.encoder.forward = torch.compile(model.encoder.forward)
         model.decoder.forward = torch.compile(model.decoder.forward)
     vae = Role("vae", VaePass(model), is_trained=True, uses_all=False, advice=_vae_advice(job))

@@ -137,6 +137,36 @@ def test_other_commands_in_a_file_give_nothing(tmp_path):
     assert "model" in request.given and "activation_policy" not in request.given
 
 
+def test_a_file_with_a_mark_of_its_byte_order_is_read(tmp_path):
+    file = tmp_path / "train.toml"
+    file.write_text('model = "wan2.1-1.3b"\n', encoding="utf-8-sig")
+    assert "model" in parse("plan", ["train", "--config", str(file), *MACHINE]).given
+
+
+def test_prompts_are_planned_as_they_are_drawn(tmp_path):
+    """As one picture of one shape, unless --frames says otherwise."""
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    flags = ["distill", "--teacher-path", "wan2.1-1.3b", "--data-path", str(tmp_path / "prompts.txt")]
+    picture, clip = (["--frames", count, "--max-aspect", "1"] for count in ("1", "9"))
+    as_run, said, longer = (plan_of(*flags, *more).asked.estimate for more in ([], picture, clip))
+    assert as_run == said != longer
+
+
+@pytest.mark.parametrize(
+    ("student", "message"),
+    [
+        ({"num_frames": 1, "patch_size": 3}, "--width 832 does not divide into patches"),
+        ({"latent_channels": 64, "patch_size": 16, "depth": 1, "ffn_dim": 16, "num_frames": 1}, "would come from its teacher"),
+        ({"patch_size": [2, 2, 2]}, "have 21 in the latents, not a multiple of a patch's 2"),
+    ],
+)
+def test_a_student_that_a_run_would_refuse_is_not_planned(student, message, tmp_path, capsys):
+    file = tmp_path / "student.json"
+    file.write_text(json.dumps(student))
+    assert main(["plan", "distill", "--teacher-path", "wan2.1-1.3b", "--student-config", str(file), *MACHINE]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_plan_can_be_run_from_its_file(tmp_path, capsys, lora):
     file = tmp_path / "new" / "run.toml"
     assert main(["plan", *TRAIN, "--lora-rank", "4", "--batch-size", "4", *MACHINE, "--write", str(file)]) == 0
@@ -167,6 +197,7 @@ def test_nothing_fits(capsys):
         (["plan", "train", "--model", "wan2.1-1.3b", "--card", "rtx4091"], "rtx4090"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "much"], "'much' is not a size"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "25GB/h"], "is not a rate"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "24"], "'24' has no unit"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--write", "plan.txt"], "no TOML file"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "0GB/s"], "--bus 0GB/s would take for ever"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "0GiB"], "--gpu 0GiB is no memory"),
