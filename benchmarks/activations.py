@@ -14,7 +14,7 @@ from common import DEVICE, Measurement, RandomWeights, empty_model, fill, inputs
 from streaming import SHAPES, compiled
 from torch import nn
 
-from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.activations import allow_recompiling, apply_policy
 
 Prepare = Callable[[nn.Module], None]
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--size", default="wan2.2-5b")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     arguments = parser.parse_args()
-    torch._dynamo.config.recompile_limit = 64
+    allow_recompiling()
     weights = RandomWeights(empty_model(arguments.size))
     shape, (frames, height, width, batch) = next(iter(SHAPES[arguments.size].items()))
     rows: list[Measurement] = []

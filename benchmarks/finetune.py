@@ -18,7 +18,7 @@ from common import DEVICE, Measurement, RandomWeights, empty_model, fill, inputs
 from streaming import SHAPES, compiled
 from torch import nn
 
-from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.activations import allow_recompiling, apply_policy
 from wandistiller.memory.streaming import stream_blocks
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.optimisation import OptimiserOptions
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--runs", type=int, default=4)
     arguments = parser.parse_args()
-    torch._dynamo.config.recompile_limit = 64
+    allow_recompiling()
     weights = RandomWeights(empty_model(arguments.size))
     shape, latents = next(iter(SHAPES[arguments.size].items()))
     rows: list[Measurement] = []

@@ -375,7 +375,6 @@ def main() -> None:
         hardware = detect()
         # Measured here once: those that predict beside each other would measure each other's work.
         hardware = replace(hardware, disk_rate=disk_rate(), pageable=hardware.pageable_rate, host_rate=hardware.update_rate)
-    torch._dynamo.config.recompile_limit = 64
     kinds = KINDS | {"untried": partial(untried, arguments.seed, arguments.untried)}
     works = [
         (kind, name, found)

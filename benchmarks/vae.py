@@ -30,6 +30,7 @@ from wandistiller.data.buckets import Bucket
 from wandistiller.data.pixel_samples import PixelSamples
 from wandistiller.data.sources import WorldSource
 from wandistiller.distributed.ranks import Ranks
+from wandistiller.memory.activations import allow_recompiling
 from wandistiller.memory.leak_watch import LeakWatch
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.critic import PatchCritic
@@ -305,7 +306,7 @@ def leak(way: Way, arguments: argparse.Namespace) -> tuple[Measurement, dict[str
 def prepare(arguments: argparse.Namespace) -> Bench:
     """Do what every process has to."""
     common.DEVICE = torch.device(arguments.device)
-    torch._dynamo.config.recompile_limit = 64
+    allow_recompiling()
     if arguments.small:
         shrink()
     return Bench(is_small=arguments.small, workers=arguments.workers)

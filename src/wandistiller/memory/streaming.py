@@ -250,6 +250,14 @@ class BlockStream:
             self.store.fetched(position, slot.ready)
         return slot
 
+    def _hook_in(self) -> None:
+        """Be called wherever blocks compute, gradients are complete, or somebody reads the model's state."""
+        if self.gradients is not None:
+            self._hooks += self.gradients.hooks
+        for position, block in enumerate(self.blocks):
+            self._hook(position, block)
+        self._keep_state_readable()
+
     def _hook(self, position: int, block: nn.Module) -> None:
         members = self._members(position)
         buffers = {each.name: each.tensor for each in members if not isinstance(each.tensor, nn.Parameter)}
@@ -457,10 +465,7 @@ def stream_blocks(
         _let_optimisers_step(stream)
         if train:
             stream.gradients = HostGradients(stream.layouts, device, on_gradient, budget=budget)
-            stream._hooks += stream.gradients.hooks
-        for position, block in enumerate(streamed):
-            stream._hook(position, block)
-        stream._keep_state_readable()
+        stream._hook_in()
     except BaseException:  # the device has no room; a model that was in memory is there again
         if read is None:
             stream.detach()
