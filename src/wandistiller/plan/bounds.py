@@ -14,8 +14,8 @@ from wandistiller.memory.stage import HOST_STATE, Placing
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Training, least_kept
 from wandistiller.models.shapes import Shapes
-from wandistiller.train.distill_job import common_patch, with_sizes
-from wandistiller.train.prediction import distill_work, planned_pixels, planned_student, train_work
+from wandistiller.train.distill_job import common_patch, read_student, with_sizes
+from wandistiller.train.prediction import distill_work, planned_pixels, train_work
 from wandistiller.train.vae_prediction import vae_step
 from wandistiller.units import Bytes
 
@@ -48,7 +48,7 @@ def least_on_card(job: Any, shapes: Shapes, hardware: Hardware) -> Least:
     if isinstance(job, TrainConfig) and job.placement not in ("cpu", "auto"):
         return least_of_training(train_work(job, shapes, hardware, planned_pixels(job, shapes.vae)), hardware)
     if isinstance(job, DistillConfig):
-        student = planned_student(job, shapes)
+        student = read_student(job, shapes.transformers[0], shapes.vae)
         job = with_sizes(job, student)
         pixels = planned_pixels(job, shapes.vae, common_patch(student.config, shapes.transformers[0]))
         work = distill_work(job, shapes, student.config, hardware, pixels)

@@ -89,8 +89,7 @@ def prepare_distillation(config: DistillConfig) -> DistillJob:
     teachers = _find_teachers(config, pipeline)
     vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
     check_channels(vae.config, teachers[0].config["out_channels"])
-    factors = {"spatial_factor": vae.config["scale_factor_spatial"], "temporal_factor": vae.config["scale_factor_temporal"]}
-    plan = read_student_config(config.student_config, teachers[0].config, **factors)
+    plan = read_student(config, teachers[0].config, vae.config)
     config = with_sizes(config, plan).with_guidance(usual_size(vae.config).guidance)
     check_drawing(config, pipeline)
     shift = config.sigma_shift or pipeline.shift or 1.0
@@ -127,6 +126,12 @@ def _find_teachers(config: DistillConfig, pipeline: Pipeline) -> list[StoredMode
         for teacher in teachers:
             check_device_map(read_device_map(config.teacher_device_map), build_empty(TRANSFORMER, teacher.config))
     return teachers
+
+
+def read_student(config: DistillConfig, teacher: Mapping[str, Any], vae: Mapping[str, Any]) -> StudentPlan:
+    """Return what a student is described as, for a teacher and the VAE of its latents."""
+    factors = {"spatial_factor": vae["scale_factor_spatial"], "temporal_factor": vae["scale_factor_temporal"]}
+    return read_student_config(config.student_config, dict(teacher), **factors)
 
 
 def common_patch(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> int:

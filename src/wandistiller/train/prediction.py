@@ -27,8 +27,7 @@ from wandistiller.memory.works import Drawing, Passes, Training, foreseen_placin
 from wandistiller.models.devices import DTYPES, find_dtype
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes
-from wandistiller.models.student_config import StudentPlan, read_student_config
-from wandistiller.train.distill_job import check_student, common_patch, with_sizes
+from wandistiller.train.distill_job import check_student, common_patch, read_student, with_sizes
 from wandistiller.train.methods.distill import Objectives
 from wandistiller.train.optimisation import MixedPrecision
 from wandistiller.train.runs import choose_precision
@@ -119,7 +118,7 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
             "There is no plan yet for ranks that ask a teacher together.",
             fix="Leave --teacher-context-parallel away: what the teacher computes with is then divided by the ranks.",
         )
-    plan = planned_student(config, shapes)
+    plan = read_student(config, shapes.transformers[0], shapes.vae)
     config = with_sizes(config, plan).with_guidance(shapes.size.guidance)
     pixels = planned_pixels(config, shapes.vae, common_patch(plan.config, shapes.transformers[0]))
     work = distill_work(config, shapes, plan.config, hardware, pixels)
@@ -135,15 +134,9 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
     return Estimate(phases=(*phases, training), disk=disk, ranks=max(hardware.num_cards, 1))
 
 
-def planned_student(config: DistillConfig, shapes: Shapes) -> StudentPlan:
-    """Return what a student is described as, for a teacher of these shapes."""
-    factors = {"spatial_factor": shapes.vae["scale_factor_spatial"], "temporal_factor": shapes.vae["scale_factor_temporal"]}
-    return read_student_config(config.student_config, dict(shapes.transformers[0]), **factors)
-
-
 def check_planned_student(config: DistillConfig, shapes: Shapes) -> None:
     """Raise ``UsageError`` for a student that would be refused when it is to learn; no data are looked at."""
-    plan = planned_student(config, shapes)
+    plan = read_student(config, shapes.transformers[0], shapes.vae)
     check_student(with_sizes(config, plan), plan, shapes.transformers, shapes.vae, has_data=False)
 
 
