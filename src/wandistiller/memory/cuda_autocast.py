@@ -110,10 +110,10 @@ def _lengthen(value: Any) -> Any:
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Let ``torch.autocast`` be this one, and let it be asked for as the CPU's."""
+    """Let ``torch.autocast`` be this one, and let it be asked for as the CPU's and as the card's, which both are here."""
 
     def is_enabled(kind: str | None = None) -> bool:
-        return kind in (None, "cpu") and bool(CudaAutocast._active) and CudaAutocast._active[-1].is_enabled
+        return kind in (None, "cpu", "cuda") and bool(CudaAutocast._active) and CudaAutocast._active[-1].is_enabled
 
     def dtype_of(kind: str) -> torch.dtype:
         return CudaAutocast._active[-1].dtype if CudaAutocast._active else torch.bfloat16

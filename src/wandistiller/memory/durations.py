@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from wandistiller.memory.hardware import Card, Hardware
-from wandistiller.memory.tape import BACKWARD, Kernel, Tape
+from wandistiller.memory.tape import BACKWARD, Kernel, Part, Tape
 
 _CONVOLUTION_PASSES = 6.2
 """Times that a convolution goes through its input and output, which it lays out for itself; measured on whole VAEs."""
@@ -16,6 +16,8 @@ BACKWARD_LAUNCHES = 0.7
 """A kernel of backward takes the host less time to start than one of forward: no Python between them."""
 COMPILED_LAUNCHES = 1.5
 """A kernel of compiled code takes the host longer to start than one of plain code: guards and wrappers."""
+TRAINED_LAUNCHES = 1.5
+"""A kernel of a step with gradients takes the host longer to start, too: its graph is built, and values are cast."""
 
 
 @dataclass(frozen=True)
@@ -33,31 +35,39 @@ class Seconds:
         return max(self.forward + self.backward, self.to_host, self.to_device)
 
 
-def step_seconds(tape: Tape, num_blocks: dict[str, int], hardware: Hardware, *, is_compiled: bool = False) -> Seconds:
-    """Return the time of a step with all weights where they are computed with."""
-    halves: tuple[Counter[Kernel], Counter[Kernel]] = (Counter(), Counter())
+def step_seconds(
+    tape: Tape,
+    num_blocks: Mapping[str, int],
+    hardware: Hardware,
+    *,
+    is_compiled: bool = False,
+    is_recorded: bool = False,
+) -> Seconds:
+    """Return the time of a step with all weights where they are computed with; a recorded one is launched all at once."""
+    trains = any(part.place[0].startswith(BACKWARD) for part in tape.parts)
+    launches = 0.0 if is_recorded else COMPILED_LAUNCHES if is_compiled else TRAINED_LAUNCHES if trains else 1.0
+    times = {id(part): _seconds(part, hardware, launches) for part in tape.parts}
+    halves = [0.0, 0.0]
     is_backward = False
     for part, _ in tape.played(num_blocks):
         is_backward = is_backward or part.place[0].startswith(BACKWARD)
-        halves[is_backward].update(part.work)
-    launches = COMPILED_LAUNCHES if is_compiled else 1.0
-    forward = _seconds(halves[0], hardware, launches)
-    backward = _seconds(halves[1], hardware, launches * BACKWARD_LAUNCHES)
-    both = halves[0] + halves[1]
+        halves[is_backward] += times[id(part)]
+    work = tape.work(num_blocks)
     to_host, to_device = (
-        sum(kernel.num_bytes * count for kernel, count in both.items() if kernel.kind == kind) / hardware.bus_rate
+        sum(kernel.num_bytes * count for kernel, count in work.items() if kernel.kind == kind) / hardware.bus_rate
         for kind in ("to_host", "to_device")
     )
-    return Seconds(forward, backward, to_host, to_device)
+    return Seconds(halves[0], halves[1], to_host, to_device)
 
 
-def _seconds(work: Counter[Kernel], hardware: Hardware, launches: float) -> float:
-    """The device computes while the host launches: the slower of the two counts."""
-    card = hardware.card
+def _seconds(part: Part, hardware: Hardware, launches: float) -> float:
+    """Return the time of a part: the device computes while the host launches, and the slower of the two counts."""
+    card, rate, flops = hardware.card, hardware.host_bandwidth, hardware.host_flops
     if card is None:
-        return sum(max(kernel.flops / hardware.host_flops, kernel.num_bytes / 1e10) * n for kernel, n in work.items())
-    on_device = sum(_on(card, kernel) * count for kernel, count in work.items())
-    on_host = sum(count for kernel, count in work.items()) * card.launch_seconds * launches
+        return sum(max(kernel.flops / flops, kernel.num_bytes / rate) * count for kernel, count in part.work.items())
+    on_device = sum(_on(card, kernel) * count for kernel, count in part.work.items())
+    from_python = part.work.total() - part.num_by_autograd
+    on_host = (from_python + BACKWARD_LAUNCHES * part.num_by_autograd) * card.launch_seconds * launches
     return max(on_device, on_host)
 
 

@@ -70,6 +70,8 @@ class Hardware:
     """Bytes a second that an optimiser in host memory reads and writes; None to measure it here, where one is asked about."""
     host_flops: float = 2e11
     """Operations a second of the CPU."""
+    host_bandwidth: float = 1e10
+    """Bytes a second that the CPU's other computations read and write."""
     network_rate: float = 10e9
     """Bytes a second between machines, for each card."""
 
@@ -177,17 +179,25 @@ def detect(*, measures: bool = True) -> Hardware:
     Without ``measures`` nothing is tried, for when there is no memory to try it in: what is not known is as usual.
     """
     from wandistiller.memory.monitor import device_memory
-    from wandistiller.memory.rates import copy_rate, fastest_cpu_dtype, launch_seconds, matmul_rate
+    from wandistiller.memory.rates import copy_rate, elementwise_rate, fastest_cpu_dtype, launch_seconds, matmul_rate
 
     # Beside a card the CPU has roles in what it is fastest in, and alone in float32.
     has_card = torch.cuda.is_available()
-    cpu = 2e11
+    flops, bandwidth = 2e11, 1e10
     if measures:
-        cpu = matmul_rate(torch.device("cpu"), fastest_cpu_dtype() if has_card else torch.float32)
+        dtype = fastest_cpu_dtype() if has_card else torch.float32
+        flops, bandwidth = matmul_rate(torch.device("cpu"), dtype), elementwise_rate(dtype)
     host_rate = None if measures else 40e9
     host = available_host_memory()
     if not has_card:
-        return Hardware(card=None, num_cards=0, host_memory=host, host_flops=cpu, host_rate=host_rate)
+        return Hardware(
+            card=None,
+            num_cards=0,
+            host_memory=host,
+            host_rate=host_rate,
+            host_flops=flops,
+            host_bandwidth=bandwidth,
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     memory = device_memory(device)
     name = torch.cuda.get_device_name(device)
@@ -205,8 +215,9 @@ def detect(*, measures: bool = True) -> Hardware:
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
         pageable=None if measures else 6e9,
-        host_flops=cpu,
         host_rate=host_rate,
+        host_flops=flops,
+        host_bandwidth=bandwidth,
     )
 
 

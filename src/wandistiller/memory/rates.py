@@ -14,6 +14,8 @@ from wandistiller.memory.host_adamw import UPDATE_TRAFFIC, AdamW
 from wandistiller.memory.host_threads import PIECE, HostThreads
 
 COPY_BYTES = 64 * 2**20
+_LONG_PRODUCT = 5e-3
+"""Seconds from which a product is long enough to time."""
 
 
 def copy_rate(device: torch.device, *, page_locked: bool = True, num_bytes: int = COPY_BYTES) -> float:
@@ -33,10 +35,23 @@ def pageable_rate(device: torch.device) -> float:
 
 @functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return floating-point operations a second in the products that a transformer is made of."""
-    size = 4096 if device.type == "cuda" else 1024
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: left @ right, device)
+    """Return floating-point operations a second in the products that a transformer is made of.
+
+    Of large ones: many cores together reach their speed only in a product that takes a while.
+    """
+    size, seconds = 512, 0.0
+    while seconds < _LONG_PRODUCT and size < 4096:
+        size *= 2
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        seconds = _seconds(functools.partial(torch.matmul, left, right), device)
+    return 2 * size**3 / seconds
+
+
+@functools.cache
+def elementwise_rate(dtype: torch.dtype) -> float:
+    """Return the bytes a second that the CPU reads and writes where it computes value by value, into new memory each time."""
+    left, right = (torch.ones(2**24, dtype=dtype) for _ in range(2))
+    return 3 * left.nbytes / _seconds(lambda: left * right, torch.device("cpu"))
 
 
 @functools.cache

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from wandistiller.memory.disk_store import NUM_THREADS, PIECE_BYTES
 
-_ENOUGH = 256 * 2**20
-"""Bytes from which a rate is taken."""
+_ENOUGH = 2**30
+_ENOUGH_SECONDS = 1.0
+"""Bytes, or seconds, from which a rate is taken."""
 
 
 def forget_files(files: Sequence[Path]) -> None:
@@ -27,11 +28,23 @@ def forget_files(files: Sequence[Path]) -> None:
             os.close(descriptor)
 
 
-def read_files(files: Sequence[Path], *, num_threads: int = NUM_THREADS, at_most: int | None = None) -> int:
-    """Read files front to back into memory that is used again and again, so many pieces at a time; return the bytes read."""
+def read_files(
+    files: Sequence[Path],
+    *,
+    num_threads: int = NUM_THREADS,
+    at_most: int | None = None,
+    seconds: float = float("inf"),
+) -> int:
+    """Read files front to back into memory that is used again and again, so many pieces at a time; return the bytes read.
+
+    After ``seconds`` no other piece is begun.
+    """
+    until = time.perf_counter() + seconds
     buffers = threading.local()
 
     def read(file: Path, offset: int) -> int:
+        if time.perf_counter() > until:
+            return 0
         if not hasattr(buffers, "memory"):
             buffers.memory = bytearray(PIECE_BYTES)
         descriptor = os.open(file, os.O_RDONLY)
@@ -51,4 +64,5 @@ def read_rate(file: Path) -> float:
     """Return the bytes a second in which the start of a file comes from its disk."""
     forget_files([file])
     start = time.perf_counter()
-    return read_files([file], at_most=_ENOUGH) / (time.perf_counter() - start)
+    num_bytes = read_files([file], at_most=_ENOUGH, seconds=_ENOUGH_SECONDS)
+    return num_bytes / (time.perf_counter() - start)

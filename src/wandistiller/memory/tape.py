@@ -47,6 +47,8 @@ class Part:
     events: list[tuple[Key, int]] = field(default_factory=list)
     """A tensor and its bytes; -1 for its end."""
     work: Counter[Kernel] = field(default_factory=Counter)
+    num_by_autograd: int = 0
+    """Kernels that no Python asked for: of backward, without what it computes again."""
     num_made: int = 0
 
     def make(self, num_bytes: int) -> Key:

@@ -69,7 +69,10 @@ class Recorder(TorchDispatchMode):
     def work(self, kernel: Kernel) -> None:
         """Write down a piece of work."""
         if self._is_counting:
-            self.tape.parts[-1].work[kernel] += 1
+            part = self.tape.parts[-1]
+            part.work[kernel] += 1
+            # What is computed again has a graph.
+            part.num_by_autograd += part.place[0].startswith(BACKWARD) and not torch.is_grad_enabled()
 
     def begin(self, place: Place) -> None:
         """Start another part of the step."""

@@ -17,7 +17,9 @@ def files(tmp_path):
     return [tmp_path / name for name in sizes]
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, PIECE_BYTES + 8), ({"at_most": PIECE_BYTES}, PIECE_BYTES)])
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, PIECE_BYTES + 8), ({"at_most": PIECE_BYTES}, PIECE_BYTES), ({"seconds": -1.0}, 0)]
+)
 def test_every_byte_is_read_once(files, options, expected):
     assert read_files(files, num_threads=2, **options) == expected
 

@@ -150,6 +150,19 @@ def test_autocasting_keeps_short_copies_of_weights():
     assert cast.left.values() and sum(cast.left.values()) == sum(plain.left.values())
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_machine_with_a_card_foresees_the_same(policy, monkeypatch):
+    """Recomputation asks for the autocast of every kind of device there is."""
+    options = {"trains": "everything", "dtype": torch.float32, "precision": "bf16", "policy": policy}
+    tapes = []
+    for has_card in (False, True):
+        monkeypatch.setattr(uses, "_tapes", {})
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_card=has_card: has_card)
+        tapes.append(use_of(TINY, (1, 8, 8, 1), **options).tape)
+    repeats = use_of(TINY, (1, 8, 8, 1), **options).repeats
+    assert tapes[0] is not tapes[1] and tapes[0].work(repeats) == tapes[1].work(repeats)
+
+
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_a_norm_of_short_values_with_long_weights(monkeypatch, is_listed):
     """Versions of PyTorch differ in whether autocasting makes its input float32; without that it takes several steps."""
