@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from wandistiller.config.placement import parse_resident
+from wandistiller.config.placement import SPREAD, parse_resident
 from wandistiller.config.training import check_least, check_shares
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.errors import UsageError
@@ -204,7 +204,7 @@ class DistillConfig(TransformerTrainingConfig):
                 f"--teacher-resident is not used by --teacher-device-strategy {name}.",
                 fix="Add --teacher-device-strategy offload, or leave it away.",
             )
-        if self.teacher_context_parallel > 1 and name in ("gpu0", "balanced", "sequential", "custom"):
+        if self.teacher_context_parallel > 1 and name in ("gpu0", *SPREAD):
             raise UsageError(
                 f"--teacher-context-parallel does not go with --teacher-device-strategy {name}.",
                 why="each rank computes with a teacher on its own card.",

@@ -8,6 +8,8 @@ from wandistiller.errors import UsageError
 from wandistiller.units import Bytes
 
 PlacementName = Literal["auto", "gpu", "cpu", "offload", "disk", "balanced", "sequential", "custom"]
+SPREAD = ("balanced", "sequential", "custom")
+"""Those that are over several GPUs of one process."""
 
 
 def parse_resident(text: str, flag: str) -> int | Literal["auto"]:

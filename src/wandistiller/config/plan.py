@@ -33,7 +33,8 @@ class PlanConfig(CommandConfig):
     """Memory of the card to plan for, such as 24GiB; without --card its speed is taken from the H200."""
 
     gpus: int | None = None
-    """Cards in each machine, one for each process of torchrun; 0 plans for the CPU alone."""
+    """Cards in each machine, one for each process of torchrun, or all for the one that draws or spreads a teacher; 0 plans for
+    the CPU alone."""
 
     nodes: int = 1
     """Machines, each with --gpus cards."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from wandistiller.config.placement import PlacementName, parse_resident
+from wandistiller.config.placement import SPREAD, PlacementName, parse_resident
 from wandistiller.config.training import check_idle, check_least, check_shares
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.errors import UsageError
@@ -89,7 +89,7 @@ class TrainConfig(TransformerTrainingConfig):
                 why="each card keeps a slice of the weights instead.",
                 fix="Leave one of them away.",
             )
-        if self.placement in ("balanced", "sequential", "custom"):
+        if self.placement in SPREAD:
             fix = "Take gpu or offload; with --lora-rank also disk, cpu or auto."
             raise UsageError(f"--placement {self.placement} is not for training.", fix=fix)
         if self.placement in ("disk", "cpu", "auto") and not self.lora_rank:

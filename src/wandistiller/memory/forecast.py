@@ -32,10 +32,11 @@ def hardware_of(device: torch.device, *, measures: bool = True) -> Hardware:
 
 def of_this_job(hardware: Hardware) -> Hardware:
     """Return the machines of a job that torchrun has started, and one where it has not."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size, here = int(os.environ.get("WORLD_SIZE", "1")), ranks_here()
     if world_size == 1:
         return hardware
-    return replace(hardware, num_cards=ranks_here(), num_nodes=max(world_size // ranks_here(), 1))
+    cards_each = max(hardware.cards_each // here, 1)
+    return replace(hardware, num_cards=here, num_nodes=max(world_size // here, 1), cards_each=cards_each)
 
 
 def forecast(make: Callable[[Hardware], Phase], device: torch.device, *, is_whole: bool = False) -> Forecast | None:

@@ -56,7 +56,9 @@ class Hardware:
     card: Card | None
     """None where there is no GPU."""
     num_cards: int = 1
-    """In each machine."""
+    """In each machine that have a process of their own."""
+    cards_each: int = 1
+    """Cards that a process can spread a model over."""
     num_nodes: int = 1
     free: Bytes | None = None
     """Free now on the card, without what this process takes for CUDA; None for a card that is not here."""
@@ -210,7 +212,8 @@ def detect(*, measures: bool = True) -> Hardware:
         )
     return Hardware(
         card=replace(card, launch_seconds=launch_seconds(device)) if measures else card,
-        num_cards=1,  # a process has one, unless ranks are asked for
+        num_cards=1,  # there is one process, unless ranks are asked for
+        cards_each=torch.cuda.device_count(),
         free=Bytes(memory.free + memory.reserved),
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
@@ -246,6 +249,7 @@ def described(
         )
     changes: dict[str, Any] = {
         "num_cards": num_cards,
+        "cards_each": None if num_cards is None else 1,
         "num_nodes": num_nodes,
         "host_memory": host_memory,
         "bus_rate": bus_rate,

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from wandistiller.config.placement import parse_limits
+from wandistiller.config.placement import SPREAD, parse_limits
 from wandistiller.memory.device_map import foreseen_map, shares
 from wandistiller.memory.estimates import Item, Phase, Where
 from wandistiller.memory.hardware import Hardware
@@ -40,9 +40,7 @@ class Placing:
     device_map: Path | None = None
     """For ``custom``."""
     max_memory: tuple[str, ...] = ()
-    """Limits for ``balanced`` and ``sequential``, as they are given."""
-    cards: int | None = None
-    """Cards that these are spread over; None for all of a machine."""
+    """Limits for ``balanced`` and ``sequential``, as they are given; without any, all cards of a process."""
 
     @property
     def is_streamed(self) -> bool:
@@ -51,17 +49,22 @@ class Placing:
     @property
     def is_spread(self) -> bool:
         """Whether parts are on several cards, and on the host where there is no room on any."""
-        return self.name in ("balanced", "sequential", "custom")
+        return self.name in SPREAD
 
     def spread(self, use: Use, hardware: Hardware) -> dict[str, list[int]]:
         """Return the bytes of each tensor by where it is."""
         if hardware.card is None:
             return {"cpu": [tensor.nbytes for _, tensor in named_tensors(use.model)]}
-        limits: dict[int | str, int] = dict.fromkeys(range(self.cards or max(hardware.num_cards, 1)), hardware.room)
+        limits: dict[int | str, int] = dict.fromkeys(range(hardware.cards_each), hardware.room)
         limits["cpu"] = hardware.host_memory
-        limits |= parse_limits(self.max_memory, "--max-memory") or {}
+        limits |= self.limits or {}
         subject = _subject(use)
         return shares(subject, foreseen_map(self.name, subject, limits, self.device_map))
+
+    @property
+    def limits(self) -> dict[int | str, int] | None:
+        """The most that parts may take of each card, and of the host."""
+        return parse_limits(self.max_memory, "--max-memory")
 
     def plan(self, use: Use) -> StreamPlan:
         """Return what streaming a transformer would make."""
@@ -103,8 +106,11 @@ class Stage:
         card = hardware.card
         self.scene.hold("", "libraries", [card.workspace] if card is not None else [])
 
-    def place(self, use: Use, placing: Placing, *, adds_gradients: bool = False) -> None:
-        """Put a transformer's weights where they belong; ``adds_gradients`` says that a step adds up several batches'."""
+    def place(self, use: Use, placing: Placing, *, adds_gradients: bool = False, is_guest: bool = False) -> None:
+        """Put a transformer's weights where they belong.
+
+        ``adds_gradients`` says that a step adds up several batches', ``is_guest`` that the first card is another one's.
+        """
         tensors = [*use.model.parameters(), *use.model.buffers()]
         if placing.name == "cpu":
             is_fixed = use.trains == "nothing"
@@ -113,7 +119,8 @@ class Stage:
                 self.add(use.name, "working memory", "host", Scene().play(use.tape, use.repeats).peak)
             return
         if placing.is_spread:
-            self._spread(use, placing.spread(use, self._hardware))
+            cards = [card for card in placing.limits or {} if isinstance(card, int)]
+            self._spread(use, placing.spread(use, self._hardware), home=min(cards) if cards and is_guest else None)
             return
         if not placing.is_streamed:
             self.scene.hold(use.name, "weights", [tensor.nbytes for tensor in tensors])
@@ -130,9 +137,13 @@ class Stage:
             self.add(use.name, "gradients", "page-locked", arriving)
             self.add(use.name, "gradients", "host", 4 * count if adds_gradients else 0)
 
-    def _spread(self, use: Use, found: Mapping[str, list[int]]) -> None:
-        """Put weights onto several cards, of which the fullest counts; those on the host visit a card layer by layer."""
+    def _spread(self, use: Use, found: Mapping[str, list[int]], home: int | None) -> None:
+        """Put weights onto several cards, of which that of the others counts where it is known, or else the fullest.
+
+        Those on the host visit a card layer by layer.
+        """
         fullest = max((sizes for place, sizes in found.items() if place.startswith("cuda")), key=sum, default=[])
+        fullest = fullest if home is None else found.get(f"cuda:{home}", [])
         elsewhere = sum(found.get("cpu", [])) + sum(found.get("disk", []))
         self.scene.hold(use.name, "weights", fullest)
         layers = (sum(each.nbytes for each in module.parameters(recurse=False)) for module in use.model.modules())

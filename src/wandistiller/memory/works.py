@@ -148,7 +148,7 @@ class Training:
         if self.teacher is not None and self.teacher_slices > 1:
             stage.place_slices(self.teacher, self.teacher_slices)
         elif self.teacher is not None:
-            stage.place(self.teacher, self.teacher_placing)
+            stage.place(self.teacher, self.teacher_placing, is_guest=True)
         scene, stepped = stage.scene, self._stepped
         if student.pixels is not None:
             scene.hold("vae", "weights", student.pixels.weights)

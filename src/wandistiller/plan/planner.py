@@ -9,6 +9,7 @@ from typing import Any
 
 from wandistiller.config.command import CommandConfig, command_line, launch_words
 from wandistiller.config.distill import DistillConfig
+from wandistiller.config.placement import SPREAD
 from wandistiller.config.plan import PlanConfig, PlanRequest, parse_rate
 from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
@@ -101,7 +102,7 @@ class Plan:
 
     def launched(self, line: str) -> str:
         """Return a command as it is started on all ranks."""
-        if self.hardware.num_ranks == 1 or self.request.command == "sample":
+        if self.hardware.num_ranks == 1:
             return line
         return " ".join([*launch_words(self.hardware.num_nodes, self.hardware.num_cards), line])
 
@@ -110,7 +111,7 @@ def make_plan(request: PlanRequest) -> Plan:
     """Estimate the job in all ways that could be the best, and rank them."""
     job = request.job
     shapes = find_shapes(model_of(job))
-    hardware = find_hardware(request.options, model_of(job))
+    hardware = as_started(job, find_hardware(request.options, model_of(job)))
     check_can_start(job, shapes, hardware)
     predict = PREDICTIONS[request.command]
     resident = _RESIDENT_FIELDS.get(request.command)
@@ -177,7 +178,7 @@ def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:
         check_planned_student(job, shapes)
         check_sharded_teacher(job, is_rank=is_started)
         if hardware.card is not None:
-            check_spread_teacher(job, ranks_here, 1)
+            check_spread_teacher(job, ranks_here, hardware.cards_each)
     if isinstance(job, SampleConfig) and job.model in SIZES:  # of others their files know more
         transformer = shapes.transformers[0]
         check_image(job.image, image_inputs(transformer, shapes.size.expand_timesteps), transformer)
@@ -197,6 +198,16 @@ def find_hardware(options: PlanConfig, model: str) -> Hardware:
         disk_rate=disk_rate,
         network_rate=None if options.network is None else parse_rate(options.network),
     )
+
+
+def as_started(job: Any, hardware: Hardware) -> Hardware:
+    """Return a machine as a job has it: all cards in one process where it draws or spreads a teacher, else each in its own."""
+    is_together = isinstance(job, SampleConfig) or (isinstance(job, DistillConfig) and job.strategy in SPREAD)
+    if not is_together:
+        return replace(hardware, cards_each=1)
+    num_nodes = 1 if isinstance(job, SampleConfig) else hardware.num_nodes
+    cards_each = max(hardware.num_cards, hardware.cards_each)
+    return replace(hardware, num_cards=min(hardware.num_cards, 1), cards_each=cards_each, num_nodes=num_nodes)
 
 
 def _rate_of_files(model: Path) -> float | None:

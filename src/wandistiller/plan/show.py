@@ -51,7 +51,8 @@ def describe(hardware: Hardware) -> str:
     """Return a machine in words."""
     if hardware.card is None:
         return f"the CPU alone, with {hardware.host_memory} of memory"
-    count = f"{hardware.num_cards} x " if hardware.num_cards > 1 else ""
+    num_cards = max(hardware.num_cards, hardware.cards_each)
+    count = f"{num_cards} x " if num_cards > 1 else ""
     nodes = f", {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
     known = "" if hardware.card.is_measured else ", speed by its published figures"
     return (

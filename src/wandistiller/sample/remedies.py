@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from wandistiller.config.sample import SampleConfig
 from wandistiller.errors import UsageError
 from wandistiller.memory.advice import Remedy
@@ -101,8 +99,6 @@ def with_placement(job: Job, choice: Choice) -> Job:
 
 def foresee(job: Job, hardware: Hardware) -> Phase:
     """Return the phase that holds most of the device, with the time of a solver's step."""
-    if job.config.placement_name in ("balanced", "sequential", "custom") and job.device.type == "cuda":
-        hardware = replace(hardware, num_cards=torch.cuda.device_count())
     phases = predict_sample(job.settled, job.shapes, hardware).phases
     step = next(phase for phase in phases if phase.name == "denoising")
     seconds = step.seconds * len(job.prompts)

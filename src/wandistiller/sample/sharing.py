@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wandistiller.config.placement import SPREAD
 from wandistiller.config.sample import SampleConfig
 from wandistiller.distributed.context import check_clip_groups
 from wandistiller.distributed.ranks import Ranks
@@ -10,13 +11,11 @@ from wandistiller.errors import UsageError
 PATIENCE_SECONDS = 24 * 3600.0
 """How long ranks wait for the one that reads and encodes; torchrun ends them if that one fails."""
 
-_SEVERAL_GPUS = ("balanced", "sequential", "custom")
-
 
 def check_ranks(config: SampleConfig, ranks: Ranks) -> None:
     """Raise ``UsageError`` where these ranks cannot do what is asked for; nothing is read."""
     check_clip_groups("--context-parallel", config.context_parallel, ranks)
-    if ranks.world_size > 1 and config.placement_name in _SEVERAL_GPUS:
+    if ranks.world_size > 1 and config.placement_name in SPREAD:
         raise UsageError(
             f"--placement {config.placement_name} spreads a model over several GPUs, and each rank has one.",
             fix="Start without torchrun, or choose another placement.",

@@ -110,7 +110,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     held_out = None if validation is None else encode_data(validation)
     drawn = drawn_pixels(config, questions.samples.buckets, held_out.buckets if held_out is not None else None)
     with monitor.phase("loading", "teacher"):
-        placing, note = settle_teacher(job, questions, drawn)
+        placing, note = settle_teacher(job, questions, ranks, drawn)
         teacher = make_teacher(job, questions, ranks, placing)
     if job.prompts is not None:
         facts["num_prompts"] = len(questions.samples)

@@ -18,7 +18,7 @@ from wandistiller.data.buckets import Bucket, largest_bucket
 from wandistiller.data.encode_job import PATCH, plan_buckets
 from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import Decoding, Encoding, text_phase
-from wandistiller.memory.estimates import Estimate, Item, Phase
+from wandistiller.memory.estimates import Estimate, Item, Phase, most_that_fits
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Placing
@@ -122,6 +122,8 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
     config = with_sizes(config, plan).with_guidance(shapes.size.guidance)
     pixels = planned_pixels(config, shapes.vae, common_patch(plan.config, shapes.transformers[0]))
     work = distill_work(config, shapes, plan.config, hardware, pixels)
+    if work.teacher is not None:
+        work = work.with_teacher(_as_spread(work.teacher_placing, work, hardware))
     phases = [*encoding_phases(config, shapes, hardware)]
     if config.is_stored:
         phases.append(_asking_phase(config, asking_work(config, shapes, hardware, pixels), hardware))
@@ -141,6 +143,7 @@ def check_planned_student(config: DistillConfig, shapes: Shapes) -> None:
 
 
 def _asking_phase(config: DistillConfig, work: Passes, hardware: Hardware) -> Phase:
+    work = replace(work, placing=_as_spread(work.placing, work, hardware))
     asking = work.phase(hardware, name="asking the teacher", num_steps=config.rollout_steps)
     if config.strategy != "auto":
         return asking
@@ -237,8 +240,39 @@ def _teacher_placing(config: DistillConfig) -> Placing:
         resident=resident,
         eight_bit=config.teacher_dtype == "float8",
         device_map=config.teacher_device_map,
-        cards=1,  # a rank's own
     )
+
+
+def within_cards(work: Training | Passes, hardware: Hardware, free: Mapping[int | str, int]) -> tuple[str, ...]:
+    """Return the limits of a teacher that is spread over a process's cards, as a user would write them.
+
+    It may have what is free of them but for what it computes with, and of the first but for all that a student takes there.
+    """
+    if isinstance(work, Passes):
+        beside = replace(work, placing=Placing()).phase(hardware).beside("teacher")
+        kept = {"first": beside, "others": beside}
+    else:
+        assert work.teacher is not None
+        alone = Passes(use=work.teacher, passes=work.teacher_passes)
+        kept = {
+            "first": work.with_teacher(Placing()).phase(hardware).beside("teacher"),
+            "others": alone.phase(hardware).beside("teacher"),
+        }
+    first = min(card for card in free if isinstance(card, int))
+    left = {
+        card: max(most_that_fits(size) - kept["first" if card == first else "others"], 0) if card != "cpu" else size
+        for card, size in free.items()
+    }
+    return tuple(f"{card}={int(size)}B" for card, size in left.items())
+
+
+def _as_spread(placing: Placing, work: Training | Passes, hardware: Hardware) -> Placing:
+    """Return a placing with the limits that it has on a machine with empty cards, where it needs any."""
+    if placing.name not in ("balanced", "sequential") or hardware.card is None:
+        return placing
+    free: dict[int | str, int] = dict.fromkeys(range(hardware.cards_each), hardware.room)
+    free["cpu"] = hardware.host_memory
+    return replace(placing, max_memory=within_cards(work, hardware, free))
 
 
 def _teacher_slices(config: DistillConfig, hardware: Hardware) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wandistiller.config.distill import DistillConfig
+from wandistiller.config.placement import SPREAD
 from wandistiller.config.train import TrainConfig
 from wandistiller.errors import UsageError
 
@@ -50,7 +51,7 @@ def check_sharded_teacher(config: DistillConfig, *, is_rank: bool) -> None:
 
 def check_spread_teacher(config: DistillConfig, ranks_here: int, cards_each: int) -> None:
     """Refuse to spread a teacher over GPUs that belong to other ranks of the machine."""
-    if ranks_here == 1 or config.strategy not in ("balanced", "sequential", "custom"):
+    if ranks_here == 1 or config.strategy not in SPREAD:
         return
     if config.strategy == "custom":
         raise UsageError(

@@ -21,19 +21,20 @@ from wandistiller.memory.placement import Placement
 from wandistiller.memory.shared_host import ranks_here
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.subjects import choose_placement, stored_subject
+from wandistiller.memory.works import Passes, Training
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.train.across_ranks import AcrossRanks
 from wandistiller.train.distill_job import DistillJob
 from wandistiller.train.methods.distill import Objectives
 from wandistiller.train.parallel_choice import as_settled
-from wandistiller.train.prediction import Pixels, asking_work, distill_work
+from wandistiller.train.prediction import Pixels, asking_work, distill_work, within_cards
 from wandistiller.train.questions import Questions
 from wandistiller.train.teacher import ServedTeacher, Teacher, TeacherInStep, TeacherTogether, Teaches, teacher_dtype
 from wandistiller.units import Bytes
 
 
-def settle_teacher(job: DistillJob, questions: Questions, drawn: Pixels | None = None) -> tuple[Placing, str]:
+def settle_teacher(job: DistillJob, questions: Questions, ranks: Ranks, drawn: Pixels | None = None) -> tuple[Placing, str]:
     """Return where the teacher will live, and what was thought of it where that was left open.
 
     That is decided while the card is empty: what the student will take there is in the prediction, and what pictures of the
@@ -46,9 +47,13 @@ def settle_teacher(job: DistillJob, questions: Questions, drawn: Pixels | None =
         resident=0 if resident == "auto" else resident,
         eight_bit=config.teacher_dtype == "float8",
         device_map=config.teacher_device_map,
-        cards=torch.cuda.device_count() // ranks_here() or None,
     )
-    if config.strategy != "auto" or not Objectives.of(config).needs_teacher:
+    if not Objectives.of(config).needs_teacher:
+        return placing, ""
+    if config.strategy in ("balanced", "sequential") and job.device.type == "cuda":
+        limits = within_cards(_work(job, questions, drawn), hardware_of(job.device), _own_cards(ranks))
+        return replace(placing, max_memory=limits), ""
+    if config.strategy != "auto":
         return placing, ""
     headroom = _beside_teacher(job, questions, drawn) if job.device.type == "cuda" else None
     choice = Auto(headroom=headroom).choose(
@@ -74,7 +79,7 @@ def make_teacher(job: DistillJob, questions: Questions, ranks: Ranks, placing: P
             resident="auto" if config.teacher_resident == "auto" and config.strategy != "auto" else placing.resident,
             eight_bit=placing.eight_bit,
             device_map=placing.device_map,
-            max_memory=_own_cards(job.device, ranks) if name in ("balanced", "sequential") else None,
+            max_memory=placing.limits,
         )
     size = config.teacher_context_parallel
     group = ClipGroup(size, ranks, job.device) if size > 1 else None
@@ -102,18 +107,21 @@ def make_teacher(job: DistillJob, questions: Questions, ranks: Ranks, placing: P
 
 def _beside_teacher(job: DistillJob, questions: Questions, drawn: Pixels | None) -> Bytes:
     """Return what will be held of the device beside the teacher's weights: by its answers, and by the student."""
+    return _work(job, questions, drawn).phase(hardware_of(job.device)).beside("teacher")
+
+
+def _work(job: DistillJob, questions: Questions, drawn: Pixels | None) -> Training | Passes:
+    """Return what the teacher is for: all answers before training, or those of a step."""
     hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
     config = as_settled(job.config, job.parallel)
     pixels = largest_bucket(questions.samples.buckets).shape
     if not config.asks_while_training:
-        return asking_work(config, shapes, hardware, pixels).phase(hardware).beside("teacher")
-    return distill_work(config, shapes, job.plan.config, hardware, pixels, drawn).phase(hardware).beside("teacher")
+        return asking_work(config, shapes, hardware, pixels)
+    return distill_work(config, shapes, job.plan.config, hardware, pixels, drawn)
 
 
-def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int] | None:
-    """Return what a rank's own GPUs and its share of the host have free, where a machine has several ranks."""
-    if device.type != "cuda" or ranks.ranks_here == 1:
-        return None
+def _own_cards(ranks: Ranks) -> dict[int | str, int]:
+    """Return what a rank's own GPUs and its share of the host have free."""
     free: dict[int | str, int] = {card: torch.cuda.mem_get_info(card)[0] for card in ranks.cards(torch.cuda.device_count())}
     return {**free, "cpu": available_host_memory() // ranks.ranks_here}
 

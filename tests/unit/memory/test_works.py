@@ -202,7 +202,7 @@ def test_pictures_drawn_while_training_need_a_vae_beside_the_optimiser():
 
 @pytest.mark.parametrize("name", ["balanced", "sequential"])
 def test_cards_that_have_a_model_between_them(name):
-    two = described(card="rtx4090", num_cards=2, host_memory=Bytes(2**36))
+    two = replace(CARD, cards_each=2)
     found = sizes(Passes(use=USE, placing=Placing(name=name)).phase(two))[("student", "weights")]
     # Balanced, the fuller card has half, and a block and a quarter at most; in sequence the first has room for all.
     block = max(USE.block_bytes)
@@ -211,8 +211,16 @@ def test_cards_that_have_a_model_between_them(name):
 
 def test_a_rank_spreads_its_teacher_over_its_own_card():
     two = described(card="rtx4090", num_cards=2, host_memory=Bytes(2**36))
-    found = sizes(Passes(use=USE, placing=Placing(name="balanced", cards=1)).phase(two))
+    found = sizes(Passes(use=USE, placing=Placing(name="balanced")).phase(two))
     assert found[("student", "weights")] == pytest.approx(WEIGHTS, rel=0.05)
+
+
+def test_a_teacher_on_several_cards_takes_its_share_of_the_students():
+    teacher, block = USE.changed(name="teacher"), max(USE.block_bytes)
+    placing = Placing(name="sequential", max_memory=(f"0={3 * block}B", f"1={2 * WEIGHTS}B"))
+    work = Training(student=TRAINED, teacher=teacher, teacher_placing=placing)
+    here = sizes(work.phase(replace(CARD, cards_each=2)))[("teacher", "weights")]
+    assert block < here <= 3 * block, "and not what the fuller card has"
 
 
 @pytest.mark.parametrize(("slices", "rate"), [(1, None), (4, 2e6), (8, 1e6)], ids=["whole", "in a machine", "in two"])

@@ -208,7 +208,6 @@ def test_nothing_fits(capsys):
         (["plan", "train", "--model", "wan2.1-1.3b", "--parallel", "fsdp", *MACHINE], "torchrun did not start this"),
         (["plan", *TRAIN, "--parallel", "hsdp", "--shard-size", "3", *MACHINE, "--gpus", "4"], "into groups of 3"),
         (["plan", *DISTILL, "--teacher-device-strategy", "sharded", *MACHINE], "sharded was given, but torchrun"),
-        (["plan", *DISTILL, "--teacher-device-strategy", "balanced", *MACHINE, "--gpus", "2"], "each of 2 ranks has one"),
         (["plan", "train-vae", "--model", "wan2.1-1.3b", "--cuda-graphs", *MACHINE], "no plan yet for a VAE"),
         (["plan", "train-vae", "--model", "tiny", "--parallel", "fsdp", *MACHINE, "--gpus", "2"], "with --parallel fsdp"),
         (["plan", "sample", "--model", "wan2.1-14b", "--image", "a.png", *MACHINE], "draws from text alone"),
@@ -227,6 +226,20 @@ def test_ways_are_valid_and_differ():
     job = SampleConfig(model="wan2.1-1.3b", prompt=("a",), output=Path("a.mp4"))
     found = [way.changes for way in all_ways(job, frozenset(), CARD)]
     assert len(found) > 5 and all(found.count(each) == 1 for each in found)
+
+
+def test_cards_of_one_process_have_a_teacher_between_them_and_the_first_one_the_student():
+    """Half of the teacher is on each; where the student fills the first, all of it is on the other."""
+    clips = ["--dataset-path", "clips", "--width", "256", "--height", "256", "--optimizer", "adamw"]
+    flags = [*DISTILL, *clips, "--teacher-device-strategy", "balanced", "--activation-policy", "none", "--ram", "64GiB"]
+    weights = sum(each.numel() for each in build_empty(TRANSFORMER, SIZES["wan2.1-1.3b"].transformer).parameters()) * 2
+    shares = []
+    for size, count in (("24GiB", 1), ("24GiB", 2), ("14GiB", 2), ("13GiB", 2)):
+        plan = make_plan(parse("plan", [*flags, "--gpu", size, "--gpus", str(count)]))
+        assert plan.best is not None and plan.command.startswith("wandistiller distill"), (size, count)
+        items = plan.best.estimate.phases[-1].items
+        shares.append(sum(each.size for each in items if (each.role, each.kind) == ("teacher", "weights")) / weights)
+    assert shares == [pytest.approx(1, abs=0.01), pytest.approx(0.5, abs=0.05), pytest.approx(0.25, abs=0.1), 0]
 
 
 def test_rates():
