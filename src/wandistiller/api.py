@@ -32,8 +32,9 @@ from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.config.training import TrainingConfig
 from wandistiller.config.values import convert_value
 from wandistiller.errors import UsageError, nearest
+from wandistiller.memory.block_stream import BlockStream
 from wandistiller.memory.out_of_memory import advising
-from wandistiller.memory.streaming import BlockStream, stream_blocks
+from wandistiller.memory.streaming import stream_blocks
 from wandistiller.memory.vae_checkpointing import checkpoint_vae, uncheckpoint_vae
 from wandistiller.models.devices import find_device
 from wandistiller.models.load import load_model

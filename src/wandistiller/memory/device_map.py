@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from wandistiller.config.values import without_repeats
 from wandistiller.errors import UsageError, nearest, shortened
-from wandistiller.memory.layout import named_tensors
+from wandistiller.memory.layout import bind, named_tensors
 from wandistiller.memory.placement import Footprint, Placed, Placement, Subject, register_placement
-from wandistiller.memory.streaming import bind
 from wandistiller.units import Bytes
 
 DeviceMap = dict[str, str | int]

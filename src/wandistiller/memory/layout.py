@@ -87,3 +87,17 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> BlockLayout:
 def align(num_bytes: int) -> int:
     """Round up to where the next tensor may begin."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def bind(tensor: Tensor, value: Tensor) -> None:
+    """Let a tensor that modules hold have other values; one on the meta device changes its kind, not its identity."""
+    if not tensor.is_meta:
+        tensor.data = value
+    else:
+        # Made empty and given its values afterwards, so that it does not share the slot's count of changes: autograd would
+        # take each block that arrives for a change of all the others.
+        other = torch.empty(0, dtype=value.dtype, device=value.device)
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+        other.data = value
+        torch.utils.swap_tensors(tensor, other)

@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_map
 
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory.block_store import QuantisedStore
+from wandistiller.memory.block_stream import BlockStream
 from wandistiller.memory.host import HostBudget
-from wandistiller.memory.layout import BlockLayout, align, lay_out, named_tensors, travelling
+from wandistiller.memory.layout import BlockLayout, align, bind, lay_out, named_tensors, travelling
 from wandistiller.memory.monitor import device_memory
+from wandistiller.memory.residents import spread_evenly
 from wandistiller.memory.shared_host import ranks_here, share
-from wandistiller.memory.streaming import BlockStream, ReadTensor, bind, spread_evenly, stream_blocks
+from wandistiller.memory.streaming import ReadTensor, stream_blocks
 from wandistiller.models.weight_files import Entry
 from wandistiller.terminal import say
 from wandistiller.units import Bytes

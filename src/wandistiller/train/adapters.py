@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from wandistiller.errors import UsageError
+from wandistiller.memory.layout import bind
 from wandistiller.memory.placement import Subject
-from wandistiller.memory.streaming import bind
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:

@@ -25,13 +25,13 @@ from wandistiller.distributed.ranks import Ranks, joined, read_ranks
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.activations import prepare_blocks
+from wandistiller.memory.block_stream import BlockStream
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.forecast import hardware_of
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.stage import Placing
-from wandistiller.memory.streaming import BlockStream
 from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.memory.works import Training

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.block_store import HostStore
+from wandistiller.memory.block_stream import BlockStream
 from wandistiller.memory.host import large_pages
 from wandistiller.memory.host_adamw import AdamW
 from wandistiller.memory.host_threads import PIECE, HostThreads, Work
 from wandistiller.memory.layout import Member
-from wandistiller.memory.streaming import BlockStream
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, refuse_other_flags
 from wandistiller.train.schedules import rate_factor
 

@@ -6,7 +6,8 @@ from diffusers import WanTransformer3DModel
 from helpers.streaming import LateLane, run
 
 from wandistiller.memory.lanes import ImmediateLane
-from wandistiller.memory.streaming import blocks_to_keep, spread_evenly, stream_blocks
+from wandistiller.memory.residents import blocks_to_keep, spread_evenly
+from wandistiller.memory.streaming import stream_blocks
 
 
 @pytest.mark.parametrize("resident", [0, 1, 3, 4, 5, 9])

@@ -228,7 +228,7 @@ def test_an_optimiser_may_be_given_frozen_weights_too(quantise):
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     if not quantise:
         stream._keep(2)
-        stream._make_places([0, 1, 3, 4, 5])
+        stream.make_places([0, 1, 3, 4, 5])
     before = model(x)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     before.sum().backward()
