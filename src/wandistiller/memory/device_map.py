@@ -129,8 +129,12 @@ def flatten_device_map(content: Mapping[str, Any], prefix: str = "") -> DeviceMa
     return flat
 
 
-def check_device_map(device_map: DeviceMap, model: nn.Module) -> None:
-    """Raise ``UsageError`` for a module that is not there, a tensor that is left out, an absent device, a part cut in two."""
+def check_device_map(device_map: DeviceMap, model: nn.Module, num_cards: int | None = None) -> None:
+    """Raise ``UsageError`` for a module that is not there, a tensor that is left out, an absent device, a part cut in two.
+
+    ``num_cards`` is how many GPUs there are, if not those of this machine.
+    """
+    count = torch.cuda.device_count() if num_cards is None else num_cards
     parts = {name for name, _ in model.named_modules()} | {name for name, _ in named_tensors(model)}
     for name, device in device_map.items():
         if name not in parts:
@@ -139,11 +143,10 @@ def check_device_map(device_map: DeviceMap, model: nn.Module) -> None:
                 why=f"it has {shortened(name for name, _ in model.named_children())}, and what is in them.",
                 fix="Correct the name, or take it out of the map.",
             )
-        if not _is_there(device):
-            count = torch.cuda.device_count()
+        if not _is_there(device, count):
             raise UsageError(
                 f"The device map puts '{name}' on {device!r}, which is not there.",
-                why=f"this machine has {count} GPU{'' if count == 1 else 's'}, cpu and disk.",
+                why=f"there are {count} GPU{'' if count == 1 else 's'}, cpu and disk.",
                 fix="Use a GPU's number, cpu or disk.",
             )
     stored = model.state_dict().keys()
@@ -188,13 +191,13 @@ def _check_shared(device_map: DeviceMap, model: nn.Module) -> None:
             )
 
 
-def _is_there(device: str | int) -> bool:
+def _is_there(device: str | int, count: int) -> bool:
     if device in _ELSEWHERE:
         return True
     if isinstance(device, int) and not isinstance(device, bool):
-        return 0 <= device < torch.cuda.device_count()
+        return 0 <= device < count
     number = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
-    return number is not None and int(number[1] or 0) < torch.cuda.device_count()
+    return number is not None and int(number[1] or 0) < count
 
 
 def _device_of(name: str, device_map: DeviceMap) -> str | int | None:
@@ -235,6 +238,7 @@ def _quietly() -> Iterator[None]:
     try:
         with warnings.catch_warnings():  # of parameters that the map names, which are no modules
             warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+            warnings.filterwarnings("ignore", message="Current model requires")  # of buffers, which are small
             yield
     finally:
         logger.setLevel(level)
@@ -268,6 +272,11 @@ def without_overlaps(model: nn.Module, device_map: DeviceMap) -> DeviceMap:
     return result
 
 
+def with_the_rest(limits: Mapping[int | str, int]) -> dict[int | str, int]:
+    """Return limits with what is free of the GPUs and the host that they do not name, which accelerate would not use."""
+    return {**get_max_memory(), **limits}
+
+
 def _limits(max_memory: Mapping[int | str, int] | None) -> dict[int | str, int] | None:
     return None if max_memory is None else dict(max_memory)
 
@@ -295,10 +304,13 @@ def foreseen_map(name: str, subject: Subject, cards: Mapping[int | str, int], fi
     """Return the map that a placement would make on a machine whose cards and host (``cpu``) have so many bytes."""
     if name == "custom":
         assert file is not None
-        return without_overlaps(subject.model, read_device_map(file))
+        found = read_device_map(file)
+        check_device_map(found, subject.model, sum(isinstance(card, int) for card in cards))
+        return without_overlaps(subject.model, found)
     # It warns of every card that is not here, and the machine may be another one.
     logging.getLogger("accelerate.utils.modeling").setLevel(logging.ERROR)
-    return (Balanced if name == "balanced" else Sequential)(max_memory=cards).device_map(subject)
+    with _quietly():
+        return (Balanced if name == "balanced" else Sequential)(max_memory=cards).device_map(subject)
 
 
 def _footprint(subject: Subject, device_map: DeviceMap) -> Footprint:

@@ -161,12 +161,12 @@ CARDS: dict[str, Card] = {
 def find_card(name: str) -> Card:
     """Return a card by name, however it is written: rtx4090, RTX 4090, NVIDIA GeForce RTX 4090."""
     words = "-".join(name.lower().replace("nvidia", "").replace("geforce", "").replace("_", " ").split())
-    plain = re.sub(r"(?<=rtx)-|(?<=pro)-(?=\d)|(?<=\d)-(?=ti|super|ada)", "", words)
-    matches = (
-        [CARDS[plain]]
-        if plain in CARDS
-        else [card for key, card in CARDS.items() if all(re.search(rf"{part}(?!\d)", plain) for part in key.split("-"))]
-    )
+    plain = re.sub(r"(?<=rtx)-|(?<=pro)-(?=\d)|(?<=\d)-(?=ti|super|ada)|(?<=ti)-(?=super)", "", words)
+
+    def is_named(key: str) -> bool:
+        return all(re.search(rf"(?<![a-z\d])(rtx)?{part}(?!\d)", plain) for part in key.split("-"))
+
+    matches = [CARDS[plain]] if plain in CARDS else [card for key, card in CARDS.items() if is_named(key)]
     if not matches:
         raise UsageError(
             f"There is no card '{name}' in the table{nearest(plain, CARDS)}",

@@ -61,6 +61,12 @@ class Placing:
         subject = _subject(use)
         return shares(subject, foreseen_map(self.name, subject, limits, self.device_map))
 
+    def computes_on_host(self, use: Use, hardware: Hardware) -> bool:
+        """Say whether the CPU computes beside a card: by name, or because no part of the model is on one."""
+        if not self.is_spread:
+            return self.name == "cpu"
+        return not any(place.startswith("cuda") for place in self.spread(use, hardware))
+
     @property
     def limits(self) -> dict[int | str, int] | None:
         """The most that parts may take of each card, and of the host."""
@@ -101,6 +107,7 @@ class Stage:
         self._items: list[Item] = []
         self._moments: list[Moment] = []
         self._passing = Bytes(0)
+        self._on_another_card = Bytes(0)
         self._apart: list[Moment] = []
         """Parts of moments."""
         card = hardware.card
@@ -109,18 +116,19 @@ class Stage:
     def place(self, use: Use, placing: Placing, *, adds_gradients: bool = False, is_guest: bool = False) -> None:
         """Put a transformer's weights where they belong.
 
-        ``adds_gradients`` says that a step adds up several batches', ``is_guest`` that the first card is another one's.
+        ``adds_gradients`` says that a step adds up several batches', ``is_guest`` that of the cards with limits the first named
+        is another one's home.
         """
         tensors = [*use.model.parameters(), *use.model.buffers()]
-        if placing.name == "cpu":
+        if placing.computes_on_host(use, self._hardware):
             is_fixed = use.trains == "nothing"
             self.add(use.name, "weights", "host", sum(tensor.nbytes for tensor in tensors), is_shared=is_fixed)
             if is_fixed:
                 self.add(use.name, "working memory", "host", Scene().play(use.tape, use.repeats).peak)
             return
         if placing.is_spread:
-            cards = [card for card in placing.limits or {} if isinstance(card, int)]
-            self._spread(use, placing.spread(use, self._hardware), home=min(cards) if cards and is_guest else None)
+            home = next((card for card in placing.limits or {} if isinstance(card, int)), 0) if is_guest else None
+            self._spread(use, placing.spread(use, self._hardware), home)
             return
         if not placing.is_streamed:
             self.scene.hold(use.name, "weights", [tensor.nbytes for tensor in tensors])
@@ -138,14 +146,16 @@ class Stage:
             self.add(use.name, "gradients", "host", 4 * count if adds_gradients else 0)
 
     def _spread(self, use: Use, found: Mapping[str, list[int]], home: int | None) -> None:
-        """Put weights onto several cards, of which that of the others counts where it is known, or else the fullest.
+        """Put weights onto several cards, of which the fullest counts; ``home`` is the one that others are on.
 
         Those on the host visit a card layer by layer.
         """
         fullest = max((sizes for place, sizes in found.items() if place.startswith("cuda")), key=sum, default=[])
-        fullest = fullest if home is None else found.get(f"cuda:{home}", [])
+        own = fullest if home is None else found.get(f"cuda:{home}", [])
+        if home is not None:
+            self._on_another_card = Bytes(sum(fullest) + Scene().play(use.tape, use.repeats).peak)
         elsewhere = sum(found.get("cpu", [])) + sum(found.get("disk", []))
-        self.scene.hold(use.name, "weights", fullest)
+        self.scene.hold(use.name, "weights", own)
         layers = (sum(each.nbytes for each in module.parameters(recurse=False)) for module in use.model.modules())
         self.scene.hold(use.name, "slots", [max(layers)] if elsewhere else [])
         self.add(use.name, "weights", "host", sum(found.get("cpu", [])))
@@ -217,7 +227,7 @@ class Stage:
             items=tuple(item for item in items if item.size),
             peak=Bytes(sum(worst.values())),
             passing=self._passing,
-            reserved=self.scene.reserved,
+            reserved=max(self.scene.reserved, self._on_another_card),
             seconds=seconds,
             num_steps=num_steps,
         )

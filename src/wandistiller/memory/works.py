@@ -49,16 +49,15 @@ def gathered_seconds(use: Use, slices: int, hardware: Hardware) -> float:
 
 def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardware) -> Seconds:
     """Return the time of a step with the weights where they live."""
-    if placing.name == "cpu" and hardware.card is not None:
+    if hardware.card is not None and placing.computes_on_host(use, hardware):
         return step_seconds(use.tape, use.repeats, replace(hardware, card=None))
-    if placing.is_spread:
+    if placing.is_spread and hardware.card is not None:
         # One card after the other computes; what is on the host is copied there when its turn comes, beside nothing.
         found = placing.spread(use, hardware)
         in_memory, on_disk = found.get("cpu", []), found.get("disk", [])
         brought = sum(in_memory) / hardware.pageable_rate + sum(on_disk) / hardware.disk_rate
-        if hardware.card is not None:
-            brought += len(in_memory + on_disk) * _VISIT_LAUNCHES * hardware.card.launch_seconds
-        return replace(seconds, forward=seconds.forward + brought)
+        visits = len(in_memory + on_disk) * _VISIT_LAUNCHES * hardware.card.launch_seconds
+        return replace(seconds, forward=seconds.forward + brought + visits)
     if not placing.is_streamed:
         return seconds
     rate = hardware.bus_rate if placing.name == "offload" else min(hardware.disk_rate, hardware.bus_rate)
@@ -166,7 +165,7 @@ class Training:
         if student.to_host:
             stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
         for step in range(2):
-            if self.teacher is not None and self.teacher_placing.name != "cpu":
+            if self.teacher is not None and not self.teacher_placing.computes_on_host(self.teacher, hardware):
                 for _ in range(self.teacher_passes):
                     scene.drop(stage.play(self.teacher))
             scene.hold(student.name, "matched features", self._feature_bytes)
@@ -349,7 +348,7 @@ class Passes:
         else:
             stage.place(use, self.placing)
         stage.scene.hold("", "latents", self.held)
-        for _ in range(2 if self.placing.name != "cpu" else 0):
+        for _ in range(0 if self.placing.computes_on_host(use, hardware) else 2):
             stage.scene.drop(stage.play(use))
         exchange = self.passes * gathered_seconds(self.use, self.slices, hardware)
         return replace(stage.finished(self.seconds(hardware), num_steps), exchange=exchange, work=self)

@@ -125,6 +125,8 @@ def make_plan(request: PlanRequest) -> Plan:
         fixed_phases=() if for_data else encoding,
         # How a picture is decoded changes nothing about the steps before.
         num_policies=1 if request.command == "sample" else 2,
+        # Of a teacher that is spread, more is on the cards the less of them the student takes.
+        is_in_order=getattr(job, "strategy", "") not in SPREAD,
     )
     ways = sorted(all_ways(job, request.given, hardware), key=lambda way: bool(way.changes))
     if for_data:
@@ -202,6 +204,8 @@ def find_hardware(options: PlanConfig, model: str) -> Hardware:
 
 def as_started(job: Any, hardware: Hardware) -> Hardware:
     """Return a machine as a job has it: all cards in one process where it draws or spreads a teacher, else each in its own."""
+    if job.device == "cpu":
+        return replace(hardware, card=None, num_cards=0, cards_each=1, num_nodes=1)
     is_together = isinstance(job, SampleConfig) or (isinstance(job, DistillConfig) and job.strategy in SPREAD)
     if not is_together:
         return replace(hardware, cards_each=1)

@@ -60,6 +60,8 @@ class Search:
     """Phases that are the same in every way."""
     num_policies: int = 2
     """Policies of which something has to fit before the others are left out."""
+    is_in_order: bool = True
+    """Whether what recomputes less is faster where both fit."""
 
     def __post_init__(self) -> None:
         self.found: list[Option] = []
@@ -105,7 +107,7 @@ class Search:
         earlier = {each.policy for each in rivals if each.policy < way.policy}
         alike = [each for each in rivals if each.policy == way.policy]
         is_fast_enough = any(each.tier == 0 and each.halvings == 0 and each.policy in earlier for each in rivals)
-        if is_fast_enough or len(earlier) >= self.num_policies:
+        if self.is_in_order and (is_fast_enough or len(earlier) >= self.num_policies):
             return "slower than what fits"
         if way.halvings and any(each.tier <= way.tier and each.halvings < way.halvings for each in alike):
             return "slower than a larger batch, which fits"

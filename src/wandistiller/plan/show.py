@@ -67,6 +67,8 @@ def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> st
         "command": plan.request.command,
         "hardware": {
             "card": None if plan.hardware.card is None else plan.hardware.card.name,
+            "cards": max(plan.hardware.num_cards, plan.hardware.cards_each if plan.hardware.card is not None else 0),
+            "machines": plan.hardware.num_nodes,
             "room": int(plan.hardware.room),
             "host_memory": int(plan.hardware.host_memory),
             "bus_rate": plan.hardware.bus_rate,

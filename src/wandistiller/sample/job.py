@@ -109,7 +109,13 @@ class Job:
 
     @property
     def max_memory(self) -> dict[int | str, int] | None:
-        return parse_limits(self.config.max_memory, "--max-memory")
+        """The most that a spread model may take of each card and of the host; what is free of those that are not named."""
+        limits = parse_limits(self.config.max_memory, "--max-memory")
+        if limits is None:
+            return None
+        from wandistiller.memory.device_map import with_the_rest  # only here: it takes accelerate along
+
+        return with_the_rest(limits)
 
     @property
     def vae_dtype(self) -> torch.dtype:

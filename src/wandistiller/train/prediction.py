@@ -246,7 +246,7 @@ def _teacher_placing(config: DistillConfig) -> Placing:
 def within_cards(work: Training | Passes, hardware: Hardware, free: Mapping[int | str, int]) -> tuple[str, ...]:
     """Return the limits of a teacher that is spread over a process's cards, as a user would write them.
 
-    It may have what is free of them but for what it computes with, and of the first but for all that a student takes there.
+    It may have what is free of them but for what it computes with, and of the first named but for all that a student takes.
     """
     if isinstance(work, Passes):
         beside = replace(work, placing=Placing()).phase(hardware).beside("teacher")
@@ -258,7 +258,7 @@ def within_cards(work: Training | Passes, hardware: Hardware, free: Mapping[int 
             "first": work.with_teacher(Placing()).phase(hardware).beside("teacher"),
             "others": alone.phase(hardware).beside("teacher"),
         }
-    first = min(card for card in free if isinstance(card, int))
+    first = next(card for card in free if isinstance(card, int))
     left = {
         card: max(most_that_fits(size) - kept["first" if card == first else "others"], 0) if card != "cpu" else size
         for card, size in free.items()

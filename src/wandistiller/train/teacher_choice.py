@@ -51,7 +51,7 @@ def settle_teacher(job: DistillJob, questions: Questions, ranks: Ranks, drawn: P
     if not Objectives.of(config).needs_teacher:
         return placing, ""
     if config.strategy in ("balanced", "sequential") and job.device.type == "cuda":
-        limits = within_cards(_work(job, questions, drawn), hardware_of(job.device), _own_cards(ranks))
+        limits = within_cards(_work(job, questions, drawn), hardware_of(job.device), _own_cards(job.device, ranks))
         return replace(placing, max_memory=limits), ""
     if config.strategy != "auto":
         return placing, ""
@@ -120,9 +120,11 @@ def _work(job: DistillJob, questions: Questions, drawn: Pixels | None) -> Traini
     return distill_work(config, shapes, job.plan.config, hardware, pixels, drawn)
 
 
-def _own_cards(ranks: Ranks) -> dict[int | str, int]:
-    """Return what a rank's own GPUs and its share of the host have free."""
-    free: dict[int | str, int] = {card: torch.cuda.mem_get_info(card)[0] for card in ranks.cards(torch.cuda.device_count())}
+def _own_cards(device: torch.device, ranks: Ranks) -> dict[int | str, int]:
+    """Return what a rank's own GPUs have free, the one that it computes on first, and its share of the host."""
+    here = torch.cuda.current_device() if device.index is None else device.index
+    cards = sorted(ranks.cards(torch.cuda.device_count()), key=lambda card: card != here)
+    free: dict[int | str, int] = {card: torch.cuda.mem_get_info(card)[0] for card in cards}
     return {**free, "cpu": available_host_memory() // ranks.ranks_here}
 
 

@@ -36,6 +36,7 @@ HERE = Hardware(card=H200, host_memory=Bytes(2**37), bus_rate=55.4e9)
         ("NVIDIA L4", "l4"),
         ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
     ],
 )
 def test_a_card_is_known_however_it_is_written(said, meant):
@@ -47,6 +48,8 @@ def test_an_unknown_card_is_refused_with_the_nearest():
         find_card("rtx4091")
     with pytest.raises(UsageError):
         find_card("NVIDIA L40")  # which is no L4
+    with pytest.raises(UsageError):
+        find_card("NVIDIA GH200 480GB")  # which is no H200
 
 
 def test_what_is_said_counts():

@@ -9,7 +9,7 @@ from torch import nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory import auto
-from wandistiller.memory.device_map import check_device_map, read_device_map, shares, without_overlaps
+from wandistiller.memory.device_map import check_device_map, read_device_map, shares, with_the_rest, without_overlaps
 from wandistiller.memory.estimates import HOST_SHARE, margin
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.placements import PLACEMENTS, find_placement
@@ -223,6 +223,11 @@ def test_a_wrong_device_map_is_found_before_anything_is_loaded(checkpoint, conte
 def test_device_maps_from_files(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     assert read_device_map(tmp_path / name) == {"": "cpu", "blocks.1": "disk"}
+
+
+def test_limits_of_some_leave_the_others_what_is_free(monkeypatch):
+    monkeypatch.setattr("wandistiller.memory.device_map.get_max_memory", lambda: {0: 20, 1: 30, "cpu": 40})
+    assert with_the_rest({1: 5}) == {0: 20, 1: 5, "cpu": 40}
 
 
 def test_an_unreadable_device_map(tmp_path):

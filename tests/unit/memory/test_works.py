@@ -215,12 +215,40 @@ def test_a_rank_spreads_its_teacher_over_its_own_card():
     assert found[("student", "weights")] == pytest.approx(WEIGHTS, rel=0.05)
 
 
+@pytest.mark.parametrize("name", ["balanced", "custom"])
+def test_what_is_on_no_card_computes_on_the_host(name, tmp_path):
+    """As accelerate has it: a map without a card lets all of it compute where it is."""
+    file = tmp_path / "map.json"
+    file.write_text('{"": "cpu"}')
+    where = {"device_map": file} if name == "custom" else {"max_memory": ("0=1KiB", "cpu=8GiB")}
+    found = Passes(use=USE, placing=Placing(name=name, **where)).phase(CARD)
+    expected = Passes(use=USE, placing=Placing(name="cpu")).phase(CARD)
+    assert found.seconds == expected.seconds != Passes(use=USE).phase(CARD).seconds
+    assert sizes(found) == sizes(expected)
+
+
+def test_a_map_that_leaves_the_student_its_card_counts_the_fuller_one(tmp_path):
+    file = tmp_path / "map.json"
+    file.write_text('{"": 1}')
+    two = replace(CARD, cards_each=2)
+    placing = Placing(name="custom", device_map=file)
+    small, large = (TRAINED, TRAINED.changed(name="teacher", trains="nothing", precision="no"))
+    work = Training(student=small, teacher=large, teacher_placing=placing)
+    alone = Training(student=small).phase(two)
+    assert ("teacher", "weights") not in sizes(work.phase(two))
+    weights = sum(each.nbytes for each in large.model.parameters())
+    assert work.phase(two).reserved == pytest.approx(max(alone.reserved, weights), rel=0.2)
+
+
 def test_a_teacher_on_several_cards_takes_its_share_of_the_students():
     teacher, block = USE.changed(name="teacher"), max(USE.block_bytes)
-    placing = Placing(name="sequential", max_memory=(f"0={3 * block}B", f"1={2 * WEIGHTS}B"))
-    work = Training(student=TRAINED, teacher=teacher, teacher_placing=placing)
-    here = sizes(work.phase(replace(CARD, cards_each=2)))[("teacher", "weights")]
-    assert block < here <= 3 * block, "and not what the fuller card has"
+    small, large = f"0={3 * block}B", f"1={2 * WEIGHTS}B"
+    shares = []
+    for limits in ((small, large), (large, small)):  # its card is the first named
+        work = Training(student=TRAINED, teacher=teacher, teacher_placing=Placing(name="sequential", max_memory=limits))
+        shares.append(sizes(work.phase(replace(CARD, cards_each=2)))[("teacher", "weights")])
+    assert block < shares[0] <= 3 * block, "and not what the fuller card has"
+    assert sum(shares) == sizes(Passes(use=USE).phase(CARD))[("student", "weights")]
 
 
 @pytest.mark.parametrize(("slices", "rate"), [(1, None), (4, 2e6), (8, 1e6)], ids=["whole", "in a machine", "in two"])

@@ -242,6 +242,22 @@ def test_cards_of_one_process_have_a_teacher_between_them_and_the_first_one_the_
     assert shares == [pytest.approx(1, abs=0.01), pytest.approx(0.5, abs=0.05), pytest.approx(0.25, abs=0.1), 0]
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [('{"": 2}', "there are 2 GPUs"), ('{"": 0, "blcks": 1}', "did you mean 'blocks'")]
+)
+def test_a_map_is_checked_for_the_machine_that_is_planned_for(content, message, tmp_path, capsys):
+    file = tmp_path / "map.json"
+    file.write_text(content)
+    given = ["--dataset-path", "clips", "--teacher-device-strategy", "custom", "--teacher-device-map", str(file)]
+    assert main(["plan", *DISTILL, *given, *MACHINE, "--gpus", "2"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_job_for_the_cpu_is_planned_for_the_cpu():
+    plan = plan_of(*TRAIN, "--lora-rank", "4", "--device", "cpu")
+    assert plan.hardware.card is None and plan.hardware.host_memory == 2**36 and "--device cpu" in plan.command
+
+
 def test_rates():
     assert parse_rate("25GB/s") == 25e9 and parse_rate("1GiB") == 2**30
     with pytest.raises(UsageError):
