@@ -55,9 +55,13 @@ class Placing:
         """Return the bytes of each tensor by where it is."""
         if hardware.card is None:
             return {"cpu": [tensor.nbytes for _, tensor in named_tensors(use.model)]}
-        limits: dict[int | str, int] = dict.fromkeys(range(hardware.cards_each), hardware.room)
+        given = self.limits or {}
+        named = [card for card in given if isinstance(card, int)]
+        # A process whose cards all have limits may have others than the first ones.
+        cards = named if len(named) >= hardware.cards_each else range(hardware.cards_each)
+        limits: dict[int | str, int] = dict.fromkeys(cards, hardware.room)
         limits["cpu"] = hardware.host_memory
-        limits |= self.limits or {}
+        limits |= given
         subject = _subject(use)
         return shares(subject, foreseen_map(self.name, subject, limits, self.device_map))
 

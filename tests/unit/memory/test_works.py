@@ -215,6 +215,11 @@ def test_a_rank_spreads_its_teacher_over_its_own_card():
     assert found[("student", "weights")] == pytest.approx(WEIGHTS, rel=0.05)
 
 
+def test_a_rank_may_have_other_cards_than_the_first():
+    placing = Placing(name="balanced", max_memory=(f"2={WEIGHTS}B", f"3={WEIGHTS}B", "cpu=8GiB"))
+    assert placing.spread(USE, replace(CARD, num_cards=2, cards_each=2)).keys() == {"cuda:2", "cuda:3"}
+
+
 @pytest.mark.parametrize("name", ["balanced", "custom"])
 def test_what_is_on_no_card_computes_on_the_host(name, tmp_path):
     """As accelerate has it: a map without a card lets all of it compute where it is."""
