@@ -101,7 +101,7 @@ def sampling() -> Iterator[tuple[str, Work]]:
     yield "5b video, offload, compiled", Passes(use=use("wan2.2-5b", VIDEO_5B, is_compiled=True), placing=offload)
     yield "5b image, disk", Passes(use=use("wan2.2-5b", IMAGE_5B), placing=Placing(name="disk"))
     for name in ("balanced", "sequential"):
-        some = Placing(name=name, max_memory=("6GiB", "cpu=64GiB"))
+        some = Placing(name=name, max_memory={0: 6 * GIB, "cpu": 64 * GIB})
         yield f"5b 8 images, {name}, 6 GiB", Passes(use=use("wan2.2-5b", IMAGE_5B, 8), placing=some)
     yield "14b image, custom", Passes(use=use("wan2.1-14b", IMAGE), placing=Placing(name="custom", device_map=half_on_host(40)))
     yield "1.3b image, cpu", Passes(use=use("wan2.1-1.3b", IMAGE, dtype=fastest_cpu_dtype()), placing=Placing(name="cpu"))

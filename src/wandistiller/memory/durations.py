@@ -47,17 +47,20 @@ def step_seconds(
     trains = any(part.place[0].startswith(BACKWARD) for part in tape.parts)
     launches = 0.0 if is_recorded else COMPILED_LAUNCHES if is_compiled else TRAINED_LAUNCHES if trains else 1.0
     times = {id(part): _seconds(part, hardware, launches) for part in tape.parts}
-    halves = [0.0, 0.0]
+    copies = {id(part): (_copied(part, "to_host"), _copied(part, "to_device")) for part in tape.parts}
+    halves, to_host, to_device = [0.0, 0.0], 0, 0
     is_backward = False
     for part, _ in tape.played(num_blocks):
         is_backward = is_backward or part.place[0].startswith(BACKWARD)
         halves[is_backward] += times[id(part)]
-    work = tape.work(num_blocks)
-    to_host, to_device = (
-        sum(kernel.num_bytes * count for kernel, count in work.items() if kernel.kind == kind) / hardware.bus_rate
-        for kind in ("to_host", "to_device")
-    )
-    return Seconds(halves[0], halves[1], to_host, to_device)
+        to_host += copies[id(part)][0]
+        to_device += copies[id(part)][1]
+    return Seconds(halves[0], halves[1], to_host / hardware.bus_rate, to_device / hardware.bus_rate)
+
+
+def _copied(part: Part, kind: str) -> int:
+    """Return the bytes that a part sends over the bus, one way."""
+    return sum(kernel.num_bytes * count for kernel, count in part.work.items() if kernel.kind == kind)
 
 
 def _seconds(part: Part, hardware: Hardware, launches: float) -> float:

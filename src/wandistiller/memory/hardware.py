@@ -97,6 +97,11 @@ class Hardware:
         return self.card.link_rate if self.card is not None else 1e10
 
     @property
+    def all_cards(self) -> int:
+        """Of each machine."""
+        return self.num_cards * self.cards_each
+
+    @property
     def num_ranks(self) -> int:
         """Processes that train together: one a card, where there are several."""
         return max(self.num_cards, 1) * self.num_nodes

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from wandistiller.config.placement import SPREAD, parse_limits
+from wandistiller.config.placement import SPREAD
 from wandistiller.memory.device_map import foreseen_map, shares
 from wandistiller.memory.estimates import Item, Phase, Where
 from wandistiller.memory.hardware import Hardware
@@ -39,8 +39,8 @@ class Placing:
     eight_bit: bool = False
     device_map: Path | None = None
     """For ``custom``."""
-    max_memory: tuple[str, ...] = ()
-    """Limits for ``balanced`` and ``sequential``, as they are given; without any, all cards of a process."""
+    max_memory: Mapping[int | str, int] | None = None
+    """The most that ``balanced`` and ``sequential`` may take of each card, and of the host (``cpu``)."""
 
     @property
     def is_streamed(self) -> bool:
@@ -55,7 +55,7 @@ class Placing:
         """Return the bytes of each tensor by where it is."""
         if hardware.card is None:
             return {"cpu": [tensor.nbytes for _, tensor in named_tensors(use.model)]}
-        given = self.limits or {}
+        given = self.max_memory or {}
         named = [card for card in given if isinstance(card, int)]
         # A process whose cards all have limits may have others than the first ones.
         cards = named if len(named) >= hardware.cards_each else range(hardware.cards_each)
@@ -70,11 +70,6 @@ class Placing:
         if not self.is_spread:
             return self.name == "cpu"
         return not any(place.startswith("cuda") for place in self.spread(use, hardware))
-
-    @property
-    def limits(self) -> dict[int | str, int] | None:
-        """The most that parts may take of each card, and of the host."""
-        return parse_limits(self.max_memory, "--max-memory")
 
     def plan(self, use: Use) -> StreamPlan:
         """Return what streaming a transformer would make."""
@@ -131,7 +126,7 @@ class Stage:
                 self.add(use.name, "working memory", "host", Scene().play(use.tape, use.repeats).peak)
             return
         if placing.is_spread:
-            home = next((card for card in placing.limits or {} if isinstance(card, int)), 0) if is_guest else None
+            home = next((card for card in placing.max_memory or {} if isinstance(card, int)), 0) if is_guest else None
             self._spread(use, placing.spread(use, self._hardware), home)
             return
         if not placing.is_streamed:

@@ -51,8 +51,7 @@ def describe(hardware: Hardware) -> str:
     """Return a machine in words."""
     if hardware.card is None:
         return f"the CPU alone, with {hardware.host_memory} of memory"
-    num_cards = max(hardware.num_cards, hardware.cards_each)
-    count = f"{num_cards} x " if num_cards > 1 else ""
+    count = f"{hardware.all_cards} x " if hardware.all_cards > 1 else ""
     nodes = f", {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
     known = "" if hardware.card.is_measured else ", speed by its published figures"
     return (
@@ -67,7 +66,7 @@ def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> st
         "command": plan.request.command,
         "hardware": {
             "card": None if plan.hardware.card is None else plan.hardware.card.name,
-            "cards": max(plan.hardware.num_cards, plan.hardware.cards_each if plan.hardware.card is not None else 0),
+            "cards": plan.hardware.all_cards,
             "machines": plan.hardware.num_nodes,
             "room": int(plan.hardware.room),
             "host_memory": int(plan.hardware.host_memory),

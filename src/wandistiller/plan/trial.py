@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wandistiller.config.placement import parse_limits
 from wandistiller.data.loader import Batch
 from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import UsageError
@@ -296,7 +295,7 @@ def _place(use: Use, placing: Placing, device: torch.device, ends: Ends) -> tupl
         eight_bit=placing.eight_bit,
         train=trains,
         device_map=placing.device_map,
-        max_memory=parse_limits(placing.max_memory, "--max-memory"),
+        max_memory=placing.max_memory,
     )
     return _attached(placement, Subject(model=model, blocks=blocks), placing.name, device, ends), model
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from wandistiller.config.placement import parse_limits
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import CLIP_TOKENS, Decoding, Encoding, clip_phase, text_phase
@@ -68,7 +69,7 @@ def _placing(config: SampleConfig) -> Placing:
         resident=0 if config.resident == "auto" or name != "offload" else int(config.resident),
         eight_bit=config.eight_bit,
         device_map=config.device_map,
-        max_memory=config.max_memory,
+        max_memory=parse_limits(config.max_memory, "--max-memory"),
     )
 
 

@@ -243,8 +243,8 @@ def _teacher_placing(config: DistillConfig) -> Placing:
     )
 
 
-def within_cards(work: Training | Passes, hardware: Hardware, free: Mapping[int | str, int]) -> tuple[str, ...]:
-    """Return the limits of a teacher that is spread over a process's cards, as a user would write them.
+def within_cards(work: Training | Passes, hardware: Hardware, free: Mapping[int | str, int]) -> dict[int | str, int]:
+    """Return the limits of a teacher that is spread over a process's cards.
 
     It may have what is free of them but for what it computes with, and of the first named but for all that a student takes.
     """
@@ -259,11 +259,10 @@ def within_cards(work: Training | Passes, hardware: Hardware, free: Mapping[int 
             "others": alone.phase(hardware).beside("teacher"),
         }
     first = next(card for card in free if isinstance(card, int))
-    left = {
+    return {
         card: max(most_that_fits(size) - kept["first" if card == first else "others"], 0) if card != "cpu" else size
         for card, size in free.items()
     }
-    return tuple(f"{card}={int(size)}B" for card, size in left.items())
 
 
 def _as_spread(placing: Placing, work: Training | Passes, hardware: Hardware) -> Placing:

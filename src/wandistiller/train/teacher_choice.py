@@ -79,7 +79,7 @@ def make_teacher(job: DistillJob, questions: Questions, ranks: Ranks, placing: P
             resident="auto" if config.teacher_resident == "auto" and config.strategy != "auto" else placing.resident,
             eight_bit=placing.eight_bit,
             device_map=placing.device_map,
-            max_memory=placing.limits,
+            max_memory=placing.max_memory,
         )
     size = config.teacher_context_parallel
     group = ClipGroup(size, ranks, job.device) if size > 1 else None

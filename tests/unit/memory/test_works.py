@@ -78,7 +78,7 @@ def test_gradients_of_masters_take_the_place_of_short_ones():
 
 
 def test_layers_of_a_device_map_visit_the_card_one_at_a_time():
-    some = Placing(name="sequential", max_memory=(f"{WEIGHTS // 2}B", "cpu=1GiB"))
+    some = Placing(name="sequential", max_memory={0: WEIGHTS // 2, "cpu": 2**30})
     found = sizes(Passes(use=USE, placing=some).phase(CARD))
     layers = [sum(each.nbytes for each in module.parameters(recurse=False)) for module in USE.model.modules()]
     assert max(layers) <= found[("student", "slots")] < max(layers) + 512, "rounded up"
@@ -216,7 +216,7 @@ def test_a_rank_spreads_its_teacher_over_its_own_card():
 
 
 def test_a_rank_may_have_other_cards_than_the_first():
-    placing = Placing(name="balanced", max_memory=(f"2={WEIGHTS}B", f"3={WEIGHTS}B", "cpu=8GiB"))
+    placing = Placing(name="balanced", max_memory={2: WEIGHTS, 3: WEIGHTS, "cpu": 2**33})
     assert placing.spread(USE, replace(CARD, num_cards=2, cards_each=2)).keys() == {"cuda:2", "cuda:3"}
 
 
@@ -225,7 +225,7 @@ def test_what_is_on_no_card_computes_on_the_host(name, tmp_path):
     """As accelerate has it: a map without a card lets all of it compute where it is."""
     file = tmp_path / "map.json"
     file.write_text('{"": "cpu"}')
-    where = {"device_map": file} if name == "custom" else {"max_memory": ("0=1KiB", "cpu=8GiB")}
+    where = {"device_map": file} if name == "custom" else {"max_memory": {0: 2**10, "cpu": 2**33}}
     found = Passes(use=USE, placing=Placing(name=name, **where)).phase(CARD)
     expected = Passes(use=USE, placing=Placing(name="cpu")).phase(CARD)
     assert found.seconds == expected.seconds != Passes(use=USE).phase(CARD).seconds
@@ -247,9 +247,9 @@ def test_a_map_that_leaves_the_student_its_card_counts_the_fuller_one(tmp_path):
 
 def test_a_teacher_on_several_cards_takes_its_share_of_the_students():
     teacher, block = USE.changed(name="teacher"), max(USE.block_bytes)
-    small, large = f"0={3 * block}B", f"1={2 * WEIGHTS}B"
+    small, large = {0: 3 * block}, {1: 2 * WEIGHTS}
     shares = []
-    for limits in ((small, large), (large, small)):  # its card is the first named
+    for limits in (small | large, large | small):  # its card is the first named
         work = Training(student=TRAINED, teacher=teacher, teacher_placing=Placing(name="sequential", max_memory=limits))
         shares.append(sizes(work.phase(replace(CARD, cards_each=2)))[("teacher", "weights")])
     assert block < shares[0] <= 3 * block, "and not what the fuller card has"
