@@ -30,7 +30,7 @@ from wandistiller.data.buckets import Bucket
 from wandistiller.data.pixel_samples import PixelSamples
 from wandistiller.data.sources import WorldSource
 from wandistiller.distributed.ranks import Ranks
-from wandistiller.memory.activations import allow_recompiling
+from wandistiller.memory.activations import compile_vae
 from wandistiller.memory.leak_watch import LeakWatch
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.critic import PatchCritic
@@ -159,8 +159,7 @@ class Bench:
         if way.recomputes_vae:
             checkpoint_vae(model)
         if way.compiled:
-            model.encoder.forward = torch.compile(model.encoder.forward)
-            model.decoder.forward = torch.compile(model.decoder.forward)
+            compile_vae(model)
         perceptual = None
         if goal.has_lpips:
             perceptual = load_lpips() if self._is_published else Lpips(widths=self._widths)
@@ -306,7 +305,6 @@ def leak(way: Way, arguments: argparse.Namespace) -> tuple[Measurement, dict[str
 def prepare(arguments: argparse.Namespace) -> Bench:
     """Do what every process has to."""
     common.DEVICE = torch.device(arguments.device)
-    allow_recompiling()
     if arguments.small:
         shrink()
     return Bench(is_small=arguments.small, workers=arguments.workers)

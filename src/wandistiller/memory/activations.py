@@ -82,6 +82,13 @@ def allow_recompiling() -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
 
 
+def compile_vae(vae: Any, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile both halves of a VAE: once for a shape of pictures, three times for one of clips, whose beginning is special."""
+    allow_recompiling()
+    for half in (vae.encoder, vae.decoder):
+        half.forward = torch.compile(half.forward, backend=backend)
+
+
 def prepare_blocks(
     blocks: Sequence[nn.Module], device: torch.device, ends: ExitStack, *, compiled: bool, policy: str, to_host: bool
 ) -> None:

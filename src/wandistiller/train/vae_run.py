@@ -22,7 +22,7 @@ from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.errors import UsageError
 from wandistiller.files import complete_or_absent
-from wandistiller.memory.activations import allow_recompiling
+from wandistiller.memory.activations import compile_vae
 from wandistiller.memory.advice import Remedy
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.forecast import hardware_of
@@ -259,9 +259,7 @@ def _make_roles(job: _Job) -> tuple[Role, Role | None]:
     if config.vae_gradient_checkpointing:
         checkpoint_vae(model)
     if config.torch_compile:
-        allow_recompiling()
-        model.encoder.forward = torch.compile(model.encoder.forward)
-        model.decoder.forward = torch.compile(model.decoder.forward)
+        compile_vae(model)
     vae = Role("vae", VaePass(model), is_trained=True, uses_all=False, advice=_vae_advice(job))
     if not config.gan_training:
         return vae, None
