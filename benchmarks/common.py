@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from wandistiller.memory.allocator_model import expandable_segments
 from wandistiller.memory.host import page_locked_bytes
 from wandistiller.models.random_weights import RandomWeights
 from wandistiller.models.sizes import SIZES
@@ -110,6 +111,7 @@ def save(name: str, rows: list[Measurement], folder: Path, **facts: object) -> N
     content = {
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
         "torch": torch.__version__,
+        "expandable_segments": expandable_segments(),
         **facts,
         "rows": [asdict(row) for row in rows],
     }

@@ -28,13 +28,15 @@ def make_transformer():
     return model
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_training_through_graphs_is_training(precision):
-    """Two shapes of batch, two batches of the same shape in one step: gradients add up."""
-    steps = [[(1, 16, 0), (1, 16, 1)], [(3, 32, 2)], [(1, 16, 3), (3, 32, 4)], [(3, 32, 5), (3, 32, 6)]]
+@pytest.mark.parametrize(("precision", "is_compiled"), [("no", False), ("bf16", False), ("bf16", True)])
+def test_training_through_graphs_is_training(precision, is_compiled):
+    """Two shapes of batch, two batches of the same shape in one step: gradients add up, also while a shape is new."""
+    steps = [[(1, 16, 0), (1, 16, 1)], [(1, 16, 2), (3, 32, 2)], [(1, 16, 3), (3, 32, 4)], [(3, 32, 5), (3, 32, 6)]]
     weights, losses = [], []
     for is_graphed in (False, True):
         model = make_transformer()
+        for block in model.blocks if is_compiled else ():
+            block.compile()
         call = GraphedCalls(model, precision, CUDA) if is_graphed else model
         options = OptimiserOptions(rate=1e-3)
         optimisation = Optimisation(dict(model.named_parameters()), options, precision, CUDA, keeps_gradients=is_graphed)

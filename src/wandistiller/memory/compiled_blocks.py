@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from wandistiller.memory import attention
 from wandistiller.memory.cuda_autocast import CudaAutocast
 from wandistiller.memory.tape import Kernel
-from wandistiller.memory.tracing import CONVOLUTIONS, Recorder, attention_kernel, kernels
+from wandistiller.memory.tracing import CONVOLUTIONS, Recorder, attention_kernel, attention_scratch, kernels
 
 _EXTERN = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward")
 _VIEWS = ("aten::_unsafe_view", "aten::alias", "aten::detach", "aten::reshape")
@@ -155,7 +155,7 @@ class _Playback:
         made: dict[fx.Node, Any] = dict(zip(self._inputs, arguments, strict=True))
         arguments.clear()
         for step in self._steps:
-            self._recorder.work(self._kernel(step))
+            self._recorder.work(self._kernel(step), self._passing(step))
             if not step.is_extern:  # written over what dies with it, where that has the same size
                 self._drop(made, [node for node in step.dying if _num_bytes(node) == _num_bytes(step.node)][:1])
             made[step.node] = self._make(step, made)
@@ -184,6 +184,10 @@ class _Playback:
         if not isinstance(val, Tensor) or owner is node:
             return value
         return torch.as_strided(value, val.size(), val.stride(), val.storage_offset())
+
+    @staticmethod
+    def _passing(step: _Step) -> int:
+        return attention_scratch(_name(step.node), [each.meta["val"] for each in step.node.all_input_nodes])
 
     def _kernel(self, step: _Step) -> Kernel:
         node, val = step.node, step.node.meta["val"]

@@ -23,6 +23,8 @@ NUM_BLOCKS = 6
 """Blocks to write down: two at each end, which are special or deal with one that is, and two that are like all others."""
 _MIDDLE = {False: 3, True: 2}
 """The one that stands for those in the middle, in forward and in backward: it comes after another of its kind."""
+_NEAR = 3
+"""How far apart blocks have to do with each other as neighbours; further away they mean a certain one."""
 BACKWARD = "backward of "
 UPDATE = "update of "
 
@@ -83,7 +85,7 @@ class Tape:
             name, block = part.place
             model = name.removeprefix(BACKWARD)
             if model not in num_blocks or block < 0:
-                yield part, _translation(0, "", num_blocks)
+                yield part, _translation(0, part.place, num_blocks)
                 continue
             extra = num_blocks[model] - NUM_BLOCKS
             middle = _MIDDLE[name.startswith(BACKWARD)]
@@ -92,7 +94,7 @@ class Tape:
             else:
                 shifts = range(extra, extra + 1) if block > middle else range(1)
             for shift in shifts:
-                yield part, _translation(shift, model, num_blocks)
+                yield part, _translation(shift, part.place, num_blocks)
 
     def with_leaving_gradients(self, model: str) -> Tape:
         """Return the tape of a step in which the gradients of a model's blocks leave the device.
@@ -137,17 +139,18 @@ class Tape:
         return total
 
 
-def _translation(shift: int, model: str, num_blocks: Mapping[str, int]) -> Translate:
-    """Return how a part that is played ``shift`` blocks later names its tensors and those of its neighbours."""
+def _translation(shift: int, place: Place, num_blocks: Mapping[str, int]) -> Translate:
+    """Return how a part that is played ``shift`` blocks later names its tensors and others'."""
+    model, current = place[0].removeprefix(BACKWARD), place[1]
 
     def translate(key: Key) -> list[Key]:
         (name, block), number = key
         owner = name.removeprefix(BACKWARD)
         if block < 0 or owner not in num_blocks:
             return [key]
-        if owner == model:
+        if owner == model and current >= 0 and abs(block - current) <= _NEAR:
             return [((name, block + shift), number)]
-        # Named where no block is: what the one in the middle stands for is meant too.
+        # Named far away, or where no block is: what the one in the middle stands for is meant too.
         extra, middle = num_blocks[owner] - NUM_BLOCKS, _MIDDLE[name.startswith(BACKWARD)]
         shifts = range(extra + 1) if block == middle else (extra,) if block > middle else (0,)
         return [((name, block + each), number) for each in shifts]

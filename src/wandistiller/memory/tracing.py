@@ -46,6 +46,10 @@ class Recorder(TorchDispatchMode):
         self.fake = fake
         self.is_open = True
         """Whether what happens is still part of the step."""
+        self._sum: tuple[Key, Key] | None = None
+        """What autograd has just added up, and what it has added to."""
+        self._in_place_of: dict[Key, Key] = {}
+        """Sums by the tensors whose memory they have."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,28 +58,32 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.device.type != "meta"]
         is_new = [self._note(tensor) for tensor in outputs]
+        if func is torch.ops.aten.add.Tensor and any(is_new) and self._is_of_autograd():
+            self._note_sum(args[0], outputs[0])
         if (any(is_new) or (outputs and func._schema.is_mutable)) and func._schema.name not in _NO_WORK:
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.work(self._kernel(func, args, kwargs, inputs, out))
+            passing = attention_scratch(func._schema.name, inputs)
             if func._schema.name == "aten::convolution" and _lays_out_anew(inputs[0], inputs[1], args[3]):
-                self._pass_through(inputs[0].nbytes + outputs[0].nbytes)
+                passing = inputs[0].nbytes + outputs[0].nbytes
+            self.work(self._kernel(func, args, kwargs, inputs, out), passing)
         return out
 
-    def _pass_through(self, num_bytes: int) -> None:
-        """Write down room for a moment: a card's convolutions lay input and output out channels last for themselves."""
-        if self._is_counting:
-            self.tape.end(self.tape.parts[-1].make(num_bytes))
-
-    def work(self, kernel: Kernel) -> None:
-        """Write down a piece of work."""
+    def work(self, kernel: Kernel, passing: int = 0) -> None:
+        """Write down a piece of work, and how many bytes are there only while it is done."""
         if self._is_counting:
             part = self.tape.parts[-1]
             part.work[kernel] += 1
-            # What is computed again has a graph.
-            part.num_by_autograd += part.place[0].startswith(BACKWARD) and not torch.is_grad_enabled()
+            part.num_by_autograd += self._is_of_autograd()
+            if passing:
+                self.tape.end(part.make(passing))
+
+    def _is_of_autograd(self) -> bool:
+        # What is computed again has a graph.
+        return self.tape.parts[-1].place[0].startswith(BACKWARD) and not torch.is_grad_enabled()
 
     def begin(self, place: Place) -> None:
         """Start another part of the step."""
+        self._sum = None
         self.tape.begin(place)
 
     @contextmanager
@@ -99,6 +107,7 @@ class Recorder(TorchDispatchMode):
         if place in self._keys:
             return False
         key = self.tape.parts[-1].make(storage.nbytes()) if self._is_counting else None
+        self._sum = None
         self._keys[place] = key
         weakref.finalize(storage, self._end, place, key)
         return True
@@ -106,8 +115,27 @@ class Recorder(TorchDispatchMode):
     def _end(self, place: int, key: Key | None) -> None:
         if self._keys.get(place) == key:
             self._keys.pop(place, None)
-        if key is not None and self.is_open:
-            self.tape.end(key)
+        if key is None or not self.is_open:
+            return
+        if self._sum is not None and key == self._sum[1]:
+            self._add_in_place(*self._sum)
+            return
+        if self._sum is not None and key == self._sum[0]:
+            self._sum = None
+        self.tape.end(self._in_place_of.pop(key, key))
+
+    def _note_sum(self, addend: Tensor, total: Tensor) -> None:
+        old, new = (self._keys.get(each.untyped_storage()._cdata) for each in (addend, total))
+        if old is not None and new is not None and addend.untyped_storage().nbytes() == total.untyped_storage().nbytes():
+            self._sum = new, old
+
+    def _add_in_place(self, total: Key, addend: Key) -> None:
+        """Let a sum have the memory of what it was added to, of which nothing else was left: so autograd adds up gradients,
+        but for fake ones."""
+        self._sum = None
+        events = self.tape.parts[-1].events
+        del events[max(index for index, (key, num_bytes) in enumerate(events) if key == total and num_bytes >= 0)]
+        self._in_place_of[total] = self._in_place_of.pop(addend, addend)
 
     def _kernel(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any) -> Kernel:
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -127,7 +155,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _lays_out_anew(values: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
-    """Say whether a convolution wants its values channels last: one whose windows overlap; others are products of matrices."""
+    """Say whether a card's convolution lays input and output out channels last for itself: one whose windows overlap; others
+    are products of matrices."""
     size = weight.shape[2:]
     return values.is_contiguous() and math.prod(size) > 1 and list(size) != list(stride)
 
@@ -137,6 +166,14 @@ def attention_kernel(name: str, inputs: Sequence[Tensor], num_bytes: int, dtype:
     is_backward = "backward" in name
     query, key, *_ = [each for each in inputs if each.ndim == 4][1 if is_backward else 0 :]
     return Kernel("attention", float((10 if is_backward else 4) * math.prod(query.shape) * key.shape[-2]), num_bytes, dtype)
+
+
+def attention_scratch(name: str, inputs: Sequence[Tensor]) -> int:
+    """Return the bytes that backward of attention needs for a moment: its query's gradient in float32, and a number a row."""
+    if "attention" not in name or "backward" not in name:
+        return 0
+    query = [each for each in inputs if each.ndim == 4][1]
+    return 4 * (query.numel() + query.numel() // query.shape[-1])
 
 
 @contextmanager

@@ -161,7 +161,7 @@ class Training:
         # All batches of a step are brought before its first.
         scene.hold("", "batch", _batch_bytes(student) * self.accumulation)
         if self.is_recorded:
-            self._record(stage)
+            self._record(stage, hardware)
         if student.to_host:
             stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
         for step in range(2):
@@ -191,21 +191,19 @@ class Training:
         waits = seconds - self.seconds(hardware, waits=False) if exchange else 0.0
         return replace(stage.finished(seconds, num_steps), exchange=exchange, waits=waits, work=self)
 
-    def _record(self, stage: Stage) -> None:
-        """Try a step out twice, the gradients of the first still there, beside a copy of those that were there before, and give
-        back what all that took; then hold what its recording keeps: gradients that stay where they are, and memory of its own
-        for all that it makes."""
+    def _record(self, stage: Stage, hardware: Hardware) -> None:
+        """Try a step out, then hold what its recording keeps: gradients that stay where they are, and memory of its own for all
+        that it makes, libraries included. The trial has memory of its own, too, and its gradients are still there while forward
+        is recorded."""
         scene, student = stage.scene, self.student
-        gradients = [each.nbytes for each in self._stepped]
-        scene.hold(student.name, "added gradients", gradients)
-        scene.hold(student.name, "gradients aside", gradients)
-        for played in [stage.play(student) for _ in range(2)]:
-            scene.drop(played)
-        scene.let_go(student.name, "gradients aside")
-        scene.release()
+        scene.hold(student.name, "added gradients", [each.nbytes for each in self._stepped])
         recording = Scene()
-        recording.play(student.tape, student.repeats)
-        scene.hold(student.name, "recorded step", [round(recording.reserved * self.recordings)])
+        recording.hold("", "libraries", [hardware.card.workspace] if hardware.card is not None else [])
+        played = recording.play(student.tape, student.repeats)
+        forward, whole = (round(size * self.recordings) for size in (played.kept, recording.reserved))
+        scene.hold(student.name, "recorded step", [max(forward + sum(played.left.values()), whole)])
+        scene.let_go(student.name, "recorded step")
+        scene.hold(student.name, "recorded step", [whole])
 
     @property
     def is_recorded(self) -> bool:

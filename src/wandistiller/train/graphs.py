@@ -54,16 +54,11 @@ class GraphedCalls:
         for parameter in self._model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        kept = [parameter.grad for parameter in self._model.parameters()]
-        before = [None if gradient is None else gradient.clone() for gradient in kept]
         pure = _PureCall(self._model, given, tuple(tensors), self._precision, self._device)
         samples = tuple(value.detach().clone().requires_grad_(value.requires_grad) for value in tensors.values())
         with torch.autocast(self._device.type, enabled=False):
-            recorded: nn.Module = torch.cuda.make_graphed_callables(pure, samples, allow_unused_input=True)
-        for parameter, gradient, old in zip(self._model.parameters(), kept, before, strict=True):
-            parameter.grad = gradient  # recording has used them
-            if gradient is not None and old is not None:
-                gradient.copy_(old)
+            # One try sets libraries up; of several, each would begin beside the gradients of the last.
+            recorded: nn.Module = torch.cuda.make_graphed_callables(pure, samples, allow_unused_input=True, num_warmup_iters=1)
         return recorded
 
 
