@@ -5,8 +5,8 @@ python benchmarks/planner.py --untried 30 --seed 7      configurations drawn at 
 python benchmarks/planner.py --predict FILE      beforehand, for an H200, on any machine
 python benchmarks/planner.py --against FILE      on the card, which then does not wait for predictions
 
-Otherwise the predictions are made first. The bounds: what is reserved within 3 % or
-300 MiB of the prediction, whichever is larger; a step's time within 15 %.
+Otherwise the predictions are made first; what a disk gives is measured beside its trial. The bounds: what is reserved within
+3 % or 300 MiB of the prediction, whichever is larger; a step's time within 15 %.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from untried import untried
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.memory.allocator_model import expandable_segments
 from wandistiller.memory.encoder_phases import Decoding
-from wandistiller.memory.estimates import margin
+from wandistiller.memory.estimates import fits_host, margin
 from wandistiller.memory.hardware import H200, Hardware, detect
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.rates import fastest_cpu_dtype
@@ -287,7 +287,7 @@ class Results:
         self._rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
         self.left_out: list[str] = []
-        """What there was no time for."""
+        """What there was no time for, or no host memory."""
 
     def add(self, row: dict[str, Any], seconds: float) -> None:
         self._rows.append(row)
@@ -312,7 +312,7 @@ class Results:
 
     def __str__(self) -> str:
         within = sum(row["is_memory_within"] for row in self._rows), sum(row["is_time_within"] for row in self._rows)
-        rest = f"; no time for {', '.join(self.left_out)}" if self.left_out else ""
+        rest = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
         return f"{len(self._rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}{rest}"
 
 
@@ -330,7 +330,7 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
     print(f"predicted after {time.perf_counter() - started:.0f} s", flush=True)
     for (kind, name, work), said in zip(works, predicted, strict=True):
         begun = time.perf_counter()
-        if begun - started > arguments.budget:
+        if begun - started > arguments.budget or said.seconds > arguments.longest or not fits_host(said.page_locked, hardware):
             results.leave_out(kind, name)
             continue
         try:
@@ -339,6 +339,9 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
             results.fail(kind, name, error)
             continue
         torch._dynamo.reset()
+        if measured.disk_rate is not None:  # others use it, too
+            seconds = work.phase(replace(hardware, disk_rate=measured.disk_rate)).seconds
+            said = replace(said, seconds=seconds)
         results.add(row_of(kind, name, said, measured), time.perf_counter() - begun)
     return results
 
@@ -362,6 +365,7 @@ def main() -> None:
     parser.add_argument("--match", default="", help="take only what has this expression in its name")
     parser.add_argument("--skip", default="\0", help="leave out what has this in its name")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no other one is begun")
+    parser.add_argument("--longest", type=float, default=60, help="seconds a step that are too long to wait for")
     parser.add_argument("--predict", type=Path, help="only predict, and write the predictions to this file")
     parser.add_argument("--against", type=Path, help="the file of predictions made beforehand")
     parser.add_argument("--workers", type=int, default=4, help="processes that predict")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -29,8 +30,8 @@ def copy_rate(device: torch.device, *, page_locked: bool = True, num_bytes: int 
 def pageable_rate(device: torch.device) -> float:
     """Return the same for memory that is neither page-locked nor in the CPU's caches, as weights are when their turn comes."""
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    sources = iter(torch.ones(8, COPY_BYTES, dtype=torch.uint8))
-    return COPY_BYTES / _seconds(lambda: target.copy_(next(sources)), device)
+    sources = itertools.cycle(torch.ones(8, COPY_BYTES, dtype=torch.uint8))
+    return COPY_BYTES / _undisturbed_seconds(lambda: target.copy_(next(sources)), device)
 
 
 @functools.cache
@@ -72,7 +73,7 @@ def launch_seconds(device: torch.device) -> float:
         torch.randn(1, use.text_tokens, use.config["text_dim"], **options),
     )
     with torch.no_grad():
-        seconds = _seconds(lambda: model(*inputs), device, least=0.3)  # a busy host is now faster, now slower
+        seconds = _undisturbed_seconds(lambda: model(*inputs), device)
     return seconds / sum(use.tape.work(use.repeats).values())
 
 
@@ -106,8 +107,18 @@ def fastest_cpu_dtype() -> torch.dtype:
     return max((torch.float32, torch.bfloat16), key=lambda dtype: matmul_rate(cpu, dtype))
 
 
-def _seconds(work: Callable[[], object], device: torch.device, *, least: float = 0.0) -> float:
-    """Return the median time of five runs after one to warm up, and of more until they have taken ``least`` seconds."""
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of five runs after one to warm up."""
+    return statistics.median(_times(work, device))
+
+
+def _undisturbed_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the time of work that the host does, of many runs one of the shortest: other work only makes them longer."""
+    return statistics.quantiles(_times(work, device, least=0.5), n=10)[0]
+
+
+def _times(work: Callable[[], object], device: torch.device, *, least: float = 0.0) -> list[float]:
+    """Return what five runs take after one to warm up, and more until all have taken ``least`` seconds."""
     times: list[float] = []
     while len(times) < 6 or sum(times) < least:
         synchronise(device)
@@ -115,7 +126,7 @@ def _seconds(work: Callable[[], object], device: torch.device, *, least: float =
         work()
         synchronise(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return times[1:]
 
 
 def synchronise(device: torch.device) -> None:

@@ -23,6 +23,8 @@ from wandistiller.units import Bytes
 
 _UPDATE_TRAFFIC = 28
 """Bytes a weight that an update on the device reads and writes: weight, gradient and two moments in float32."""
+_SUM_TRAFFIC = 10
+"""Bytes a weight of adding a gradient up on the host: read in 16 bits, its sum read and written in 32."""
 _CLIP_TRAFFIC = 12
 """Gradients read for their norm, then read and written."""
 _MASTER_TRAFFIC = 12
@@ -233,11 +235,15 @@ class Training:
         how = {"is_compiled": student.is_compiled, "is_recorded": self.is_recorded}
         seconds = step_seconds(student.tape, student.repeats, hardware, **how)
         placed = placed_seconds(seconds, student, self.placing, hardware)
-        time = placed.total * self.accumulation
         count = sum(each.numel() for each in student.trained)
+        time = placed.total * self.accumulation
         if self.is_on_host:
+            # Of several backwards each waits until its gradients are in the sums.
+            adding = count * _SUM_TRAFFIC / hardware.update_rate if self.accumulation > 1 else 0.0
             update = count * UPDATE_TRAFFIC / hardware.update_rate
-            time = placed.total * (self.accumulation - 1) + updated_on_host(placed, update, clips=self.clips)
+            placed = replace(placed, backward=max(placed.backward, adding))
+            last = updated_on_host(placed, update if self.clips else update + adding, clips=self.clips)
+            time = placed.total * (self.accumulation - 1) + last
         elif self._computes_on_host(hardware):
             time += count * _UPDATE_TRAFFIC / hardware.update_rate
         elif hardware.card is not None:

@@ -27,7 +27,7 @@ from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.host import page_locked_bytes
 from wandistiller.memory.placement import Placed, Placement, Subject, find_placement
 from wandistiller.memory.rates import synchronise
-from wandistiller.memory.raw_reads import forget_files
+from wandistiller.memory.raw_reads import forget_files, read_files
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use
@@ -48,7 +48,8 @@ from wandistiller.train.teacher import Answer, tapped
 from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.units import Bytes
 
-_WARM_UPS = 2
+_WARM_UPS, _MOST_WARM_UPS = 2, 24
+"""Steps before the first that counts: the most where those of float16 are left out until its losses are scaled less."""
 _LEAST_SECONDS = 1.0
 """How long a card is measured at least."""
 
@@ -62,6 +63,8 @@ class Measured:
     page_locked: Bytes
     seconds: float
     """Of a step, the median."""
+    disk_rate: float | None = None
+    """Bytes a second in which the trial's own files came from their disk, with nothing beside it, where it had any."""
 
 
 Work = Training | Passes | Decoding | Encoding | TextEncoding | VaeStep
@@ -74,6 +77,12 @@ class Ends(ExitStack):
         super().__init__()
         self.files: list[Path] = []
         """Those that a step is to find on the disk, not in the system's cache."""
+        self.optimisations: list[Optimises] = []
+
+    @property
+    def loss_scales(self) -> list[float]:
+        """What losses are multiplied by; less than before where a step was left out."""
+        return [each.loss_scale for each in self.optimisations]
 
 
 def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured:
@@ -84,27 +93,47 @@ def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        for number in range(_WARM_UPS):
-            step(number)
-        times: list[float] = []
+        warm_ups = _warm_up(step, ends)
+        times, disk_rates = list[float](), list[float]()
         while len(times) < num_steps or (sum(times) < _LEAST_SECONDS and device.type == "cuda"):
             synchronise(device)
             forget_files(ends.files)
             start = time.perf_counter()
-            step(_WARM_UPS + len(times))
+            step(warm_ups + len(times))
             synchronise(device)
             times.append(time.perf_counter() - start)
+            if ends.files:  # in turns: others may use the disk, too
+                disk_rates.append(_disk_rate(ends.files))
         is_cuda = device.type == "cuda"
         measured = Measured(
             Bytes(torch.cuda.max_memory_allocated(device) if is_cuda else 0),
             Bytes(torch.cuda.max_memory_reserved(device) if is_cuda else 0),
             page_locked_bytes(),
             statistics.median(times),
+            statistics.median(disk_rates) if disk_rates else None,
         )
         del step
     gc.collect()
     free_memory(device)
     return measured
+
+
+def _warm_up(step: Callable[[int], None], ends: Ends) -> int:
+    """Take steps until one is as all others will be; return how many that were."""
+    number = 0
+    while True:
+        before = ends.loss_scales
+        step(number)
+        number += 1
+        is_taken = all(scale >= old for scale, old in zip(ends.loss_scales, before, strict=True))
+        if (number >= _WARM_UPS and is_taken) or number == _MOST_WARM_UPS:
+            return number
+
+
+def _disk_rate(files: Sequence[Path]) -> float:
+    forget_files(files)
+    start = time.perf_counter()
+    return read_files(files) / (time.perf_counter() - start)
 
 
 def _training(work: Training, device: torch.device, ends: Ends) -> Callable[[int], None]:
@@ -125,6 +154,7 @@ def _training(work: Training, device: torch.device, ends: Ends) -> Callable[[int
         optimisation = on_host
     else:
         optimisation = Optimisation(role.trained_parameters, options, precision, device, keeps_gradients=work.is_recorded)
+    ends.optimisations.append(optimisation)
     names = ("",) * student.batch_size
     batches = [Batch(_tensors(student, device), names, 0, 0) for _ in range(work.accumulation)]
 
@@ -249,6 +279,7 @@ def _vae_training(work: VaeStep, device: torch.device, ends: Ends) -> Callable[[
         name: Optimisation(role.trained_parameters, OptimiserOptions(), work.precision, device)
         for name, role in method.roles.items()
     }
+    ends.optimisations += optimisations.values()
     average = None
     if work.config.use_ema:
         average = MovingAverage(models["vae"], method.roles["vae"].trained_parameters, 0.999)

@@ -31,6 +31,8 @@ from wandistiller.memory.layout import Member
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, refuse_other_flags
 from wandistiller.train.schedules import rate_factor
 
+_LEAST_ADDED = 2**18
+"""Numbers that are worth a thread's while to add up."""
 ON_HOST_FLAGS = "--optimizer adamw --placement offload"
 
 
@@ -247,25 +249,31 @@ class HostOptimisation:
         if is_complete and is_first:
             block.gradients[index] = gradient
         else:
-            block.gradients[index] = self._add(block.sum_of(index), gradient, is_first=index not in block.gradients)
+            total = block.sum_of(index)
+            norm = self._add(total, gradient, is_new=index not in block.gradients, is_measured=is_complete)
+            block.gradients[index] = total
+            if norm is not None:
+                self._norms.append(norm.to(self._stream.device))
         if not is_complete:
             return
-        if not is_first:
-            self._norms.append(torch.linalg.vector_norm(block.gradients[index]).to(self._stream.device))
         block.num_arrived += 1
         if self._clip is None and block.num_arrived == len(block.members):
             self._update(position, block, 1.0)
 
-    def _add(self, total: Tensor, gradient: Tensor, *, is_first: bool) -> Tensor:
-        """Add a gradient to a sum, before any update goes on: backward waits for the memory that it arrived in."""
+    def _add(self, total: Tensor, gradient: Tensor, *, is_new: bool, is_measured: bool) -> Tensor | None:
+        """Add a gradient to a sum and return the sum's norm if it is wanted, before any update goes on: backward waits for the
+        memory that the gradient arrived in."""
         target, arrived = total.view(-1), gradient.view(-1)
+        # All threads have a part, and what a part is measured from is still in a cache.
+        size = min(max(-(-target.numel() // self._threads.count), _LEAST_ADDED), PIECE)
 
-        def add(number: int, room: Tensor) -> None:
-            piece = slice(number * PIECE, (number + 1) * PIECE)
-            _ = target[piece].copy_(arrived[piece]) if is_first else target[piece].add_(arrived[piece])
+        def add(number: int, room: Tensor) -> Tensor | None:
+            piece = slice(number * size, (number + 1) * size)
+            part = target[piece].copy_(arrived[piece]) if is_new else target[piece].add_(arrived[piece])
+            return torch.linalg.vector_norm(part) if is_measured else None
 
-        self._threads.begin(add, -(-target.numel() // PIECE), order=-1).wait()
-        return total
+        norms = self._threads.begin(add, -(-target.numel() // size), order=-1).wait()
+        return torch.linalg.vector_norm(torch.stack(norms)) if is_measured else None
 
     def _update(self, position: int, block: _Block, scale: float) -> None:
         """Begin to give a block its new weights, in float32 and where it is streamed from; until then nobody may have it."""

@@ -151,5 +151,17 @@ def test_what_is_short_is_measured_for_longer(monkeypatch, least, runs):
     calls = []
     ticks = itertools.count()
     monkeypatch.setattr(rates.time, "perf_counter", lambda: 0.0101 * next(ticks))
-    seconds = rates._seconds(lambda: calls.append(1), torch.device("cpu"), least=least)
-    assert len(calls) == runs and seconds == pytest.approx(0.0101)
+    times = rates._times(lambda: calls.append(1), torch.device("cpu"), least=least)
+    assert len(calls) == runs and times == pytest.approx([0.0101] * (runs - 1))
+
+
+def test_what_the_host_does_is_measured_where_nothing_disturbs_it(monkeypatch):
+    now = 0.0
+    lengths = itertools.cycle([0.03, 0.01, 0.05, 0.02, 0.01, 0.04, 0.01])
+
+    def work():
+        nonlocal now
+        now += next(lengths)
+
+    monkeypatch.setattr(rates.time, "perf_counter", lambda: now)
+    assert rates._undisturbed_seconds(work, torch.device("cpu")) == pytest.approx(0.01)

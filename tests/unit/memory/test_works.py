@@ -9,6 +9,7 @@ from wandistiller.memory.durations import Seconds, step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import described
+from wandistiller.memory.host_adamw import UPDATE_TRAFFIC
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.scene import Scene
 from wandistiller.memory.stage import Placing
@@ -325,3 +326,14 @@ def test_what_does_not_fit_for_fragments_alone_is_said_to_be_so(in_use, may_run)
     (lack,) = Estimate(phases=(phase,)).lacks(described(card="rtx4090", gpu=Bytes(12 * 2**30), host_memory=Bytes(2**36)))
     assert lack.startswith("needs 13.0 GiB and a margin of 399.4 MiB on a card that has")
     assert ("9.0 GiB are in use at the worst moment, so it may run" in lack) is may_run
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradients_are_added_up_on_the_host(clips, accumulation):
+    """By hand, where the host is slow: a backward of several waits for ten bytes a weight; an update is beside a pass."""
+    slow = replace(CARD, host_rate=1e3)
+    student = TRAINED.changed(dtype=torch.bfloat16)
+    work = Training(student=student, placing=Placing(name="offload"), accumulation=accumulation, clips=clips)
+    passed = UPDATE_TRAFFIC + (10 * accumulation if accumulation > 1 else 0)
+    assert work.seconds(slow) == pytest.approx(passed * WEIGHTS / 4 / 1e3, rel=1e-2)

@@ -13,8 +13,11 @@ from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Passes, Training
+from wandistiller.models.random_weights import RandomWeights
 from wandistiller.models.sizes import SIZES, TINY_VAE
+from wandistiller.plan import trial
 from wandistiller.plan.trial import try_out
+from wandistiller.train.optimisation import Optimisation
 from wandistiller.train.vae_prediction import VaeStep
 
 CPU = torch.device("cpu")
@@ -105,3 +108,26 @@ def test_a_disk_without_room_is_said_before_anything_is_written(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(UsageError, match="where 1000 B are free"):
         try_out(Passes(use=USE, placing=Placing(name="disk")), CPU)
+
+
+def test_steps_that_float16_leaves_out_are_not_those_that_count(monkeypatch):
+    """Its losses are scaled by 65,536 at first, and gradients of random weights are no longer finite then."""
+    made = []
+
+    class Watched(Optimisation):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(trial, "Optimisation", Watched)
+    monkeypatch.setattr(trial, "RandomWeights", lambda model: LargeWeights(model))
+    student = USE.changed(trains="everything", precision="fp16")
+    try_out(Training(student=student, optimiser=OptimiserChoice("adafactor")), CPU, num_steps=1)
+    assert made[0].loss_scale < 65536 / 2**trial._WARM_UPS and made[0].optimiser.state
+
+
+class LargeWeights(RandomWeights):
+    """Weights with large gradients."""
+
+    def __call__(self, name):
+        return super().__call__(name) * (100.0 if "proj_out" in name else 1.0)
