@@ -5,8 +5,9 @@ python benchmarks/planner.py --untried 30 --seed 7      configurations drawn at 
 python benchmarks/planner.py --predict FILE      beforehand, for an H200, on any machine
 python benchmarks/planner.py --against FILE      on the card, which then does not wait for predictions
 
-Otherwise the predictions are made first; what a disk gives is measured beside its trial. The bounds: what is reserved within
-3 % or 300 MiB of the prediction, whichever is larger; a step's time within 15 %.
+Otherwise the predictions are made first. The bounds: what is reserved within 3 % or 300 MiB of the prediction, whichever is
+larger; a step's time within 15 %. On a host that others use, times are also predicted with the rates that it had beside each
+trial, which are measured between the trials.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,191 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tried import KINDS, small
 from untried import untried
 
-from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.memory.allocator_model import expandable_segments
-from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import fits_host, margin
 from wandistiller.memory.hardware import H200, Hardware, detect
-from wandistiller.memory.optimiser_bytes import OptimiserChoice
-from wandistiller.memory.rates import fastest_cpu_dtype
+from wandistiller.memory.rates import launch_seconds, pageable_rate, update_rate
 from wandistiller.memory.raw_reads import read_rate
-from wandistiller.memory.stage import Placing
-from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Passes, Training
-from wandistiller.models.sizes import SIZES
 from wandistiller.plan.trial import Measured, Work, try_out
-from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.units import Bytes
 
 GIB = 2**30
+_VERDICTS = ("memory_within", "time_within", "time_within_beside")
 Named = tuple[str, str, Work]
 """A kind, a name, and what it is."""
-LORA = Adapters(32, ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"))
-# Latents: frames, height, width.
-IMAGE_5B, VIDEO_5B = (1, 44, 80), (31, 44, 80)
-IMAGE, CLIP, VIDEO = (1, 60, 104), (9, 60, 104), (21, 60, 104)
-
-
-def use(size: str, shape: tuple[int, int, int], batch: int = 1, **changes: Any) -> Use:
-    config = dict(SIZES[size].transformer)
-    return Use(name="student", config=config, latent_shape=(config["in_channels"], *shape), batch_size=batch, **changes)
-
-
-def trained(size: str, shape: tuple[int, int, int], batch: int = 1, **changes: Any) -> Use:
-    """All weights in float32, computed in bfloat16: what ``train`` and ``distill`` do by default."""
-    options = {"trains": "everything", "dtype": torch.float32, "precision": "bf16"}
-    return use(size, shape, batch, **{**options, **changes})
-
-
-def short(size: str, shape: tuple[int, int, int], batch: int = 1, **changes: Any) -> Use:
-    """All weights in bfloat16."""
-    return use(size, shape, batch, **{"trains": "everything", **changes})
-
-
-def adapted(size: str, shape: tuple[int, int, int], batch: int = 1, **changes: Any) -> Use:
-    return use(size, shape, batch, trains="adapters", adapters=LORA, **changes)
-
-
-def half_on_host(num_blocks: int) -> Path:
-    """Return a map of devices that leaves every second block in host memory."""
-    rest = "rope patch_embedding condition_embedder norm_out proj_out scale_shift_table".split()
-    blocks = {f"blocks.{index}": "cpu" if index % 2 else 0 for index in range(num_blocks)}
-    file = Path(tempfile.gettempdir()) / "wandistiller-half-on-host.json"
-    file.write_text(json.dumps({**dict.fromkeys(rest, 0), **blocks}))
-    return file
-
-
-def sampling() -> Iterator[tuple[str, Work]]:
-    offload = Placing(name="offload")
-    yield "1.3b image, gpu", Passes(use=use("wan2.1-1.3b", IMAGE), passes=2)
-    yield "1.3b video, gpu", Passes(use=use("wan2.1-1.3b", VIDEO))
-    yield "1.3b video, offload", Passes(use=use("wan2.1-1.3b", VIDEO), placing=offload)
-    yield "5b image, gpu", Passes(use=use("wan2.2-5b", IMAGE_5B), passes=2)
-    yield "5b 8 images, gpu", Passes(use=use("wan2.2-5b", IMAGE_5B, 8))
-    yield "5b 8 images, offload", Passes(use=use("wan2.2-5b", IMAGE_5B, 8), placing=offload)
-    yield (
-        "5b 8 images, offload, 10 resident",
-        Passes(use=use("wan2.2-5b", IMAGE_5B, 8), placing=Placing(name="offload", resident=10)),
-    )
-    yield "5b image, offload, 8-bit", Passes(use=use("wan2.2-5b", IMAGE_5B), placing=Placing(name="offload", eight_bit=True))
-    yield "5b video, gpu", Passes(use=use("wan2.2-5b", VIDEO_5B))
-    yield "5b video, gpu, compiled", Passes(use=use("wan2.2-5b", VIDEO_5B, is_compiled=True))
-    yield "5b video, offload, compiled", Passes(use=use("wan2.2-5b", VIDEO_5B, is_compiled=True), placing=offload)
-    yield "5b image, disk", Passes(use=use("wan2.2-5b", IMAGE_5B), placing=Placing(name="disk"))
-    for name in ("balanced", "sequential"):
-        some = Placing(name=name, max_memory={0: 6 * GIB, "cpu": 64 * GIB})
-        yield f"5b 8 images, {name}, 6 GiB", Passes(use=use("wan2.2-5b", IMAGE_5B, 8), placing=some)
-    yield "14b image, custom", Passes(use=use("wan2.1-14b", IMAGE), placing=Placing(name="custom", device_map=half_on_host(40)))
-    yield "1.3b image, cpu", Passes(use=use("wan2.1-1.3b", IMAGE, dtype=fastest_cpu_dtype()), placing=Placing(name="cpu"))
-    yield "14b image, offload", Passes(use=use("wan2.1-14b", IMAGE), placing=offload)
-    yield "14b clip, offload", Passes(use=use("wan2.1-14b", CLIP), placing=offload)
-    for size, shape, dtype in (("wan2.1-14b", VIDEO, torch.bfloat16), ("wan2.2-5b", VIDEO_5B, torch.bfloat16)):
-        vae = dict(SIZES[size].vae)
-        name = f"{size} VAE, decode, {str(dtype).removeprefix('torch.')}"
-        yield name, Decoding(config=vae, latent_shape=(vae["z_dim"], *shape), dtype=dtype)
-    vae = dict(SIZES["wan2.1-14b"].vae)
-    yield "wan2.1-14b VAE, decode, float32", Decoding(config=vae, latent_shape=(16, *CLIP), dtype=torch.float32)
-
-
-def training() -> Iterator[tuple[str, Work]]:
-    masters, stochastic = OptimiserChoice(), OptimiserChoice("adamw", "stochastic")
-    offload = Placing(name="offload")
-    yield "1.3b image x4, none", Training(student=trained("wan2.1-1.3b", IMAGE, 4), averages=True)
-    yield "1.3b image x4, none, compiled", Training(student=trained("wan2.1-1.3b", IMAGE, 4, is_compiled=True))
-    yield (
-        "1.3b image x16, full, accumulated",
-        Training(student=trained("wan2.1-1.3b", IMAGE, 16, policy="full"), accumulation=2),
-    )
-    yield "1.3b clip, none", Training(student=trained("wan2.1-1.3b", CLIP))
-    yield "1.3b video, full", Training(student=trained("wan2.1-1.3b", VIDEO, policy="full"))
-    yield "1.3b video, selective", Training(student=trained("wan2.1-1.3b", VIDEO, policy="selective"))
-    yield "1.3b video, selective, to host", Training(student=trained("wan2.1-1.3b", VIDEO, policy="selective", to_host=True))
-    yield "1.3b video, full, compiled", Training(student=trained("wan2.1-1.3b", VIDEO, policy="full", is_compiled=True))
-    yield (
-        "1.3b video, adafactor",
-        Training(student=trained("wan2.1-1.3b", VIDEO, policy="full"), optimiser=OptimiserChoice("adafactor")),
-    )
-    yield "1.3b video, offload", Training(student=short("wan2.1-1.3b", VIDEO, policy="full"), placing=offload)
-    yield (
-        "5b video, bf16, stochastic, full",
-        Training(student=short("wan2.2-5b", VIDEO_5B, policy="full"), optimiser=stochastic),
-    )
-    yield (
-        "5b video, bf16, masters, selective",
-        Training(student=short("wan2.2-5b", VIDEO_5B, policy="selective"), optimiser=masters),
-    )
-    yield "5b image x4, bf16, masters, none", Training(student=short("wan2.2-5b", IMAGE_5B, 4), optimiser=masters)
-    yield (
-        "5b video, offload, selective, to host",
-        Training(student=short("wan2.2-5b", VIDEO_5B, policy="selective", to_host=True), placing=offload),
-    )
-    yield "5b video, LoRA, full", Training(student=adapted("wan2.2-5b", VIDEO_5B, policy="full"))
-    yield (
-        "5b video, LoRA, selective, offload",
-        Training(student=adapted("wan2.2-5b", VIDEO_5B, policy="selective"), placing=offload),
-    )
-    pixels = PixelDecoder(dict(SIZES["wan2.1-1.3b"].vae), is_checkpointed=True)
-    yield "1.3b image, full, pixel loss", Training(student=trained("wan2.1-1.3b", IMAGE, policy="full", pixels=pixels))
-    yield "1.3b image x4, recorded", Training(student=trained("wan2.1-1.3b", IMAGE, 4), recordings=1.0)
-    yield "14b image, LoRA, full, offload", Training(student=adapted("wan2.1-14b", IMAGE, policy="full"), placing=offload)
-
-
-def distilling() -> Iterator[tuple[str, Work]]:
-    student = trained("wan2.1-1.3b", IMAGE, 8)
-    teacher = use("wan2.1-14b", IMAGE, 8).changed(name="teacher")
-    yield "14b to 1.3b, 8 images, teacher on the card", Training(student=student, teacher=teacher)
-    yield (
-        "14b to 1.3b, 8 images, teacher offloaded",
-        Training(student=student, teacher=teacher, teacher_placing=Placing(name="offload")),
-    )
-    yield (
-        "14b to 1.3b, 8 images, guided, full, 8-bit teacher",
-        Training(
-            student=student.changed(policy="full"),
-            teacher=teacher,
-            teacher_placing=Placing(name="offload", eight_bit=True),
-            teacher_passes=2,
-        ),
-    )
-    yield (
-        "14b to 1.3b, 8 images, features, teacher offloaded",
-        Training(student=student, teacher=teacher, teacher_placing=Placing(name="offload"), matches_features=True),
-    )
-    video = trained("wan2.1-1.3b", CLIP, policy="selective")
-    clip_teacher = use("wan2.1-14b", CLIP).changed(name="teacher")
-    yield (
-        "14b to 1.3b, clip, selective, teacher offloaded",
-        Training(student=video, teacher=clip_teacher, teacher_placing=Placing(name="offload")),
-    )
-
-
-def vaes() -> Iterator[tuple[str, Work]]:
-    shape = (17, 256, 256)
-    plain = TrainVaeConfig(batch_size=1)
-    full = TrainVaeConfig(batch_size=1, gan_training=True, use_lpips=True, r1_interval=1, use_ema=True)
-    kept = TrainVaeConfig(batch_size=2, gan_training=True, use_lpips=True, r1_interval=1, vae_gradient_checkpointing=True)
-    vae = dict(SIZES["wan2.1-14b"].vae)
-    yield "wan2.1 VAE, reconstruction", VaeStep(config=plain, vae=vae, shape=shape, precision="bf16")
-    yield "wan2.1 VAE, LPIPS, critic, R1", VaeStep(config=full, vae=vae, shape=shape, precision="bf16")
-    yield "wan2.1 VAE, LPIPS, critic, R1, checkpointed", VaeStep(config=kept, vae=vae, shape=shape, precision="bf16")
-
-
-KINDS = {"sample": sampling, "train": training, "distill": distilling, "vae": vaes}
-
-
-def small(name: str, work: Work) -> Work | None:
-    """Return the same kind of work on a tiny model, to try this file without a card."""
-    tiny = SIZES["tiny"].transformer
-
-    def shrink(found: Use) -> Use:
-        return found.changed(config={**tiny, "num_layers": 7}, latent_shape=(8, 1, 8, 8), text_tokens=8)
-
-    if isinstance(work, Training):
-        teacher = None if work.teacher is None else shrink(work.teacher)
-        return replace(work, student=shrink(work.student).changed(pixels=None), teacher=teacher, recordings=0.0)
-    return replace(work, use=shrink(work.use)) if isinstance(work, Passes) else None
 
 
 @dataclass(frozen=True)
@@ -264,9 +96,13 @@ def row_of(kind: str, name: str, predicted: Predicted, measured: Measured) -> di
         "predicted_page_locked_gib": predicted.page_locked / GIB,
         "measured_page_locked_gib": measured.page_locked / GIB,
         "is_memory_within": abs(measured.reserved - predicted.reserved) <= margin(Bytes(predicted.reserved)),
-        "is_time_within": abs(measured.seconds / predicted.seconds - 1) <= 0.15 if predicted.seconds else False,
+        "is_time_within": is_near(measured.seconds, predicted.seconds),
         "planning_seconds": predicted.planning_seconds,
     }
+
+
+def is_near(measured: float, predicted: float) -> bool:
+    return predicted > 0 and abs(measured / predicted - 1) <= 0.15
 
 
 class Results:
@@ -300,6 +136,20 @@ class Results:
             f"{'' if row['is_memory_within'] else 'MEMORY '}{'' if row['is_time_within'] else 'TIME '}({seconds:.0f} s)",
             flush=True,
         )
+        self._write()
+
+    def judge_times(self, hardware: Sequence[Hardware], seconds: Sequence[float]) -> None:
+        """Take up what is predicted with the rates that the host and the disk had beside each trial."""
+        for row, machine, predicted in zip(self._rows, hardware, seconds, strict=True):
+            row["launch_microseconds_beside"] = 1e6 * machine.card.launch_seconds if machine.card is not None else 0.0
+            row["predicted_seconds_beside"] = predicted
+            row["is_time_within_beside"] = is_near(row["measured_seconds"], predicted)
+            if not row["is_time_within_beside"] or not row["is_time_within"]:
+                was = f"{row['predicted_seconds']:.3f}, with the rates beside it {predicted:.3f}"
+                print(f"{row['job']:8} {row['what']:52} predicted {was}, measured {row['measured_seconds']:.3f} s", flush=True)
+        self._write()
+
+    def _write(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps({**self._facts, "failed": self.failed, "rows": self._rows}, indent=1) + "\n")
 
@@ -311,9 +161,40 @@ class Results:
         print(f"{kind:8} {name:52} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
     def __str__(self) -> str:
-        within = sum(row["is_memory_within"] for row in self._rows), sum(row["is_time_within"] for row in self._rows)
+        count = {name: sum(row.get(f"is_{name}", False) for row in self._rows) for name in _VERDICTS}
         rest = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
-        return f"{len(self._rows)} configurations: memory within its bound in {within[0]}, time in {within[1]}{rest}"
+        times = f"time in {count['time_within']}, {count['time_within_beside']} with the rates beside them"
+        return f"{len(self._rows)} configurations: memory within its bound in {count['memory_within']}, {times}{rest}"
+
+
+class Beside:
+    """A machine's rates beside each trial: what others do on its host and disk changes them from minute to minute."""
+
+    def __init__(self, hardware: Hardware, device: torch.device) -> None:
+        self._hardware = hardware
+        self._device = device
+        self._launch = self._measured_launch()
+
+    def trial(self, work: Work, measured: Measured) -> Hardware:
+        """Return the machine as it was between the last call and this one."""
+        before, self._launch = self._launch, self._measured_launch()
+        changes: dict[str, Any] = {}
+        if self._hardware.card is not None:
+            changes["card"] = replace(self._hardware.card, launch_seconds=(before + self._launch) / 2)
+        if measured.disk_rate is not None:
+            changes["disk_rate"] = measured.disk_rate
+        if isinstance(work, Training) and work.is_on_host:
+            update_rate.cache_clear()
+            changes["host_rate"] = update_rate()
+        if isinstance(work, Passes) and work.placing.is_spread and self._device.type == "cuda":
+            pageable_rate.cache_clear()
+            changes["pageable"] = pageable_rate(self._device)
+        return replace(self._hardware, **changes)
+
+    def _measured_launch(self) -> float:
+        if self._device.type == "cuda":
+            return launch_seconds(self._device)
+        return self._hardware.card.launch_seconds if self._hardware.card is not None else 0.0
 
 
 def compare(works: list[Named], arguments: argparse.Namespace, device: torch.device, hardware: Hardware) -> Results:
@@ -322,27 +203,29 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
     name_of_kinds = f"-untried-{arguments.seed}" if arguments.untried else chosen
     results = Results(arguments.output / f"planner{name_of_kinds}.json", device, hardware)
     started = time.perf_counter()
+    beside, tried = Beside(hardware, device), list[tuple[Work, Hardware]]()
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
         predictions = [
             read_beforehand(arguments.against, *work) or pool.submit(predict, work[2], hardware).result for work in works
         ]
         predicted = [each if isinstance(each, Predicted) else each() for each in predictions]
-    print(f"predicted after {time.perf_counter() - started:.0f} s", flush=True)
-    for (kind, name, work), said in zip(works, predicted, strict=True):
-        begun = time.perf_counter()
-        if begun - started > arguments.budget or said.seconds > arguments.longest or not fits_host(said.page_locked, hardware):
-            results.leave_out(kind, name)
-            continue
-        try:
-            measured = try_out(work, device, num_steps=3)
-        except Exception as error:  # noqa: BLE001 - the others are still worth measuring
-            results.fail(kind, name, error)
-            continue
-        torch._dynamo.reset()
-        if measured.disk_rate is not None:  # others use it, too
-            seconds = work.phase(replace(hardware, disk_rate=measured.disk_rate)).seconds
-            said = replace(said, seconds=seconds)
-        results.add(row_of(kind, name, said, measured), time.perf_counter() - begun)
+        print(f"predicted after {time.perf_counter() - started:.0f} s", flush=True)
+        for (kind, name, work), said in zip(works, predicted, strict=True):
+            begun = time.perf_counter()
+            is_late = begun - started > arguments.budget
+            if is_late or said.seconds > arguments.longest or not fits_host(said.page_locked, hardware):
+                results.leave_out(kind, name)
+                continue
+            try:
+                measured = try_out(work, device, num_steps=3)
+            except Exception as error:  # noqa: BLE001 - the others are still worth measuring
+                results.fail(kind, name, error)
+                continue
+            torch._dynamo.reset()
+            results.add(row_of(kind, name, said, measured), time.perf_counter() - begun)
+            tried.append((work, beside.trial(work, measured)))
+        again = pool.map(predict, *zip(*tried, strict=True)) if tried else ()
+        results.judge_times([machine for _, machine in tried], [each.seconds for each in again])
     return results
 
 

@@ -232,8 +232,14 @@ class Training:
     def seconds(self, hardware: Hardware, *, waits: bool = True) -> float:
         """Return the time of a step; ``waits`` says whether for what ranks send each other, too."""
         student = self.student
-        how = {"is_compiled": student.is_compiled, "is_recorded": self.is_recorded}
-        seconds = step_seconds(student.tape, student.repeats, hardware, **how)
+        seconds = step_seconds(
+            student.tape,
+            student.repeats,
+            hardware,
+            is_compiled=student.is_compiled,
+            is_recorded=self.is_recorded,
+            has_policy=student.policy != "none" or student.to_host,
+        )
         placed = placed_seconds(seconds, student, self.placing, hardware)
         count = sum(each.numel() for each in student.trained)
         time = placed.total * self.accumulation

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wandistiller.memory.durations import Seconds, step_seconds, updated_on_host
+from wandistiller.memory.durations import POLICY_LAUNCHES, TRAINED_LAUNCHES, Seconds, step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import described
@@ -337,3 +337,11 @@ def test_gradients_are_added_up_on_the_host(clips, accumulation):
     work = Training(student=student, placing=Placing(name="offload"), accumulation=accumulation, clips=clips)
     passed = UPDATE_TRAFFIC + (10 * accumulation if accumulation > 1 else 0)
     assert work.seconds(slow) == pytest.approx(passed * WEIGHTS / 4 / 1e3, rel=1e-2)
+
+
+def test_a_policy_has_something_to_do_for_each_block():
+    student = TRAINED.changed(policy="full")
+    slow = replace(CARD, card=replace(CARD.card, launch_seconds=1.0))
+    tape = step_seconds(student.tape, student.repeats, slow).total
+    found = Training(student=student, clips=False).seconds(slow) - tape
+    assert found == pytest.approx(TRAINED_LAUNCHES * POLICY_LAUNCHES * student.num_blocks, abs=1e-3)
