@@ -32,10 +32,13 @@ class _Checkpointed(nn.Module):
         plain = super().forward
         if not torch.is_grad_enabled():
             return plain(x) if feat_cache is None else plain(x, feat_cache=feat_cache, feat_idx=feat_idx)
+        # Seeing to it that the same random numbers are drawn again takes the host time, and Wan's own VAEs draw none.
+        dropout = getattr(self, "dropout", None)
+        how = {"use_reentrant": False, "preserve_rng_state": dropout is not None and dropout.p > 0}
         if feat_cache is None or feat_idx is None:
-            return checkpoint(plain, x, use_reentrant=False)
+            return checkpoint(plain, x, **how)
         start = feat_idx[0]
-        out, entries = checkpoint(_with_own_cache, plain, x, *feat_cache[start:], use_reentrant=False)
+        out, entries = checkpoint(_with_own_cache, plain, x, *feat_cache[start:], **how)
         feat_cache[start : start + len(entries)] = entries
         feat_idx[0] = start + len(entries)
         return out

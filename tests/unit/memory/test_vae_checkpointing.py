@@ -45,6 +45,19 @@ def test_the_same_gradients_at_a_lower_peak(name, frames):
     assert all(torch.equal(again[key], value) for key, value in expected.items())
 
 
+@pytest.mark.parametrize("frames", [1, 5])
+def test_the_same_is_dropped_out_again(frames):
+    torch.manual_seed(0)
+    vae = WanVAE(**{**CONFIGS["16 channels"], "dropout": 0.3}).train()
+    pixels, found = torch.randn(1, 3, frames, 32, 32), []
+    for _ in range(2):
+        torch.manual_seed(1)
+        found.append(gradients(vae, pixels)[0])
+        vae.enable_gradient_checkpointing()
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-5, atol=1e-5, msg=key)
+
+
 def test_gradients_flow_from_one_chunk_to_the_one_before():
     """The naive way cuts or falsifies this: only the last frames are looked at, the first frame gets its share."""
     torch.manual_seed(0)
