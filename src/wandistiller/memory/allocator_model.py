@@ -89,20 +89,6 @@ class AllocatorModel:
             self._ends[is_small] = block
         self._put(block, is_small)
 
-    def release(self) -> None:
-        """Give back to the driver what nothing uses, as ``torch.cuda.empty_cache`` does: whole segments, or a segment's end."""
-        for is_small, pool in self._free.items():
-            for _, block in list(pool):
-                if block.after is not None or (block.before is not None and not self._is_expandable):
-                    continue
-                self._remove(block, is_small)
-                self.reserved -= block.size
-                if self._is_expandable and block.before is not None:
-                    block.before.after = None
-                    self._ends[is_small] = block.before
-                elif self._is_expandable:
-                    del self._ends[is_small]
-
     def size(self, key: Hashable) -> int:
         """Return what a tensor takes, rounded as the allocator rounds."""
         return self._used[key][0].size if key in self._used else 0

@@ -117,10 +117,6 @@ class Scene:
                 del left[keys.pop()]
         return replace(played, left=left)
 
-    def release(self) -> None:
-        """Give back to the device what nothing uses."""
-        self._allocator.release()
-
     def drop(self, played: Played) -> None:
         """Let go of what a step left."""
         for key in played.left:

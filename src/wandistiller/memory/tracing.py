@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.device.type != "meta"]
         is_new = [self._note(tensor) for tensor in outputs]
-        if func is torch.ops.aten.add.Tensor and any(is_new) and not args[0]._is_view() and self._is_of_autograd():
+        if func is torch.ops.aten.add.Tensor and any(is_new) and self._is_of_autograd():
             self._note_sum(args[0], outputs[0])
         if (any(is_new) or (outputs and func._schema.is_mutable)) and func._schema.name not in _NO_WORK:
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -125,6 +125,8 @@ class Recorder(TorchDispatchMode):
         self.tape.end(self._in_place_of.pop(key, key))
 
     def _note_sum(self, addend: Tensor, total: Tensor) -> None:
+        if addend._is_view():  # autograd leaves it alone, as the tensor that it is a view of is still there
+            return
         old, new = (self._keys.get(each.untyped_storage()._cdata) for each in (addend, total))
         if old is not None and new is not None and addend.untyped_storage().nbytes() == total.untyped_storage().nbytes():
             self._sum = new, old

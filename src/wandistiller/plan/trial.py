@@ -78,6 +78,7 @@ class Ends(ExitStack):
         self.files: list[Path] = []
         """Those that a step is to find on the disk, not in the system's cache."""
         self.optimisations: list[Optimises] = []
+        self.callback(self.optimisations.clear)
 
     @property
     def loss_scales(self) -> list[float]:

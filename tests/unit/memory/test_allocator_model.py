@@ -147,27 +147,3 @@ def test_the_environment_says_which_segments_there_are(variables, expected, monk
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert expandable_segments() == expected
-
-
-def test_whole_segments_that_nothing_uses_are_given_back():
-    model = AllocatorModel()
-    for key, size in enumerate((64, 32, 4, 4)):
-        model.allocate(key, size * MIB)
-    model.free(0)
-    model.free(3)  # beside another in a segment of 20 MiB
-    model.release()
-    assert (model.reserved, model.peak_reserved) == (52 * MIB, 116 * MIB)
-    model.allocate(0, 30 * MIB)
-    assert (model.reserved, model.peak_reserved) == (82 * MIB, 116 * MIB)
-
-
-def test_the_end_of_an_expandable_segment_is_given_back():
-    model = AllocatorModel(is_expandable=True)
-    for key, size in enumerate((40, 40, 20)):
-        model.allocate(key, size * MIB)
-    model.free(0)  # a hole
-    model.free(2)
-    model.release()
-    assert (model.reserved, model.peak_reserved) == (80 * MIB, 100 * MIB)
-    model.allocate(3, 60 * MIB)
-    assert model.reserved == 140 * MIB
