@@ -119,6 +119,7 @@ class Results:
             "disk_gb_per_second": hardware.disk_rate / 1e9,
             "host_gb_per_second": hardware.update_rate / 1e9,
             "host_tflops": hardware.host_flops / 1e12,
+            "launch_microseconds": 1e6 * hardware.card.launch_seconds if hardware.card is not None else 0.0,
         }
         self._rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
@@ -151,10 +152,13 @@ class Results:
 
     def _write(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps({**self._facts, "failed": self.failed, "rows": self._rows}, indent=1) + "\n")
+        self._file.write_text(
+            json.dumps({**self._facts, "failed": self.failed, "left_out": self.left_out, "rows": self._rows}, indent=1) + "\n"
+        )
 
     def leave_out(self, kind: str, name: str) -> None:
         self.left_out.append(f"{kind}: {name}")
+        self._write()
 
     def fail(self, kind: str, name: str, error: Exception) -> None:
         self.failed.append(name)
@@ -193,6 +197,7 @@ class Beside:
 
     def _measured_launch(self) -> float:
         if self._device.type == "cuda":
+            launch_seconds.cache_clear()
             return launch_seconds(self._device)
         return self._hardware.card.launch_seconds if self._hardware.card is not None else 0.0
 
@@ -217,7 +222,7 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
                 results.leave_out(kind, name)
                 continue
             try:
-                measured = try_out(work, device, num_steps=3)
+                measured = try_out(work, device, num_steps=3, reads_disk=True)
             except Exception as error:  # noqa: BLE001 - the others are still worth measuring
                 results.fail(kind, name, error)
                 continue

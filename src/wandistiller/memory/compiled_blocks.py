@@ -84,6 +84,8 @@ def _compile(recorder: Recorder, run: Callable[..., Any], arguments: tuple[Any, 
         kernels(),
         attention.ledger_set_aside(),
         CudaAutocast.not_caching(),
+        # What sends kept tensors to the host is not to see those of the tracing.
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
     ):
         compiled(*arguments)
     return compiled
@@ -155,10 +157,10 @@ class _Playback:
         made: dict[fx.Node, Any] = dict(zip(self._inputs, arguments, strict=True))
         arguments.clear()
         for step in self._steps:
-            self._recorder.work(self._kernel(step), self._passing(step))
             if not step.is_extern:  # written over what dies with it, where that has the same size
                 self._drop(made, [node for node in step.dying if _num_bytes(node) == _num_bytes(step.node)][:1])
             made[step.node] = self._make(step, made)
+            self._recorder.work(self._kernel(step), self._passing(step))
             self._drop(made, step.dying)
         return [self._value(made, node) for node in self._outputs]
 

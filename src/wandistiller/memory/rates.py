@@ -114,19 +114,20 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _undisturbed_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the time of work that the host does, of many runs one of the shortest: other work only makes them longer."""
-    return statistics.quantiles(_times(work, device, least=0.5), n=10)[0]
+    return statistics.quantiles(_times(work, device, least=0.5), n=10, method="inclusive")[0]
 
 
 def _times(work: Callable[[], object], device: torch.device, *, least: float = 0.0) -> list[float]:
-    """Return what five runs take after one to warm up, and more until all have taken ``least`` seconds."""
+    """Return what five runs take after one to warm up, and more until these have taken ``least`` seconds."""
     times: list[float] = []
-    while len(times) < 6 or sum(times) < least:
+    work()
+    while len(times) < 5 or sum(times) < least:
         synchronise(device)
         start = time.perf_counter()
         work()
         synchronise(device)
         times.append(time.perf_counter() - start)
-    return times[1:]
+    return times
 
 
 def synchronise(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """What one step does to a device's memory, and the work in it: written down for a few blocks, played back for many.
 
-A model of Wan's kind is the same block many times over, so six blocks tell of forty: one in the middle stands for all
+A model of Wan's kind is the same block many times over, so seven blocks tell of forty: one in the middle stands for all
 there, forward and backward. Played back, every tensor of every block is told to a model of the allocator in its order, so
 the answer is the one that the whole model would have given.
 """
@@ -19,10 +19,12 @@ Key = tuple[Place, int]
 Translate = Callable[[Key], list[Key]]
 """From a tensor on the tape to those that it stands for."""
 
-NUM_BLOCKS = 6
-"""Blocks to write down: two at each end, which are special or deal with one that is, and two that are like all others."""
-_MIDDLE = {False: 3, True: 2}
-"""The one that stands for those in the middle, in forward and in backward: it comes after another of its kind."""
+NUM_BLOCKS = 7
+"""Blocks to write down: four at the beginning and two at the end, which are special or deal with one that is, and one that is
+like all others."""
+_MIDDLE = {False: 4, True: 2}
+"""The one that stands for those in the middle, in forward and in backward, where the last block comes first. What is sent to
+the host is gone three blocks later, so the fourth still deals with the first."""
 _NEAR = 3
 """How far apart blocks have to do with each other as neighbours; further away they mean a certain one."""
 BACKWARD = "backward of "

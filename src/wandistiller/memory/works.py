@@ -23,8 +23,8 @@ from wandistiller.units import Bytes
 
 _UPDATE_TRAFFIC = 28
 """Bytes a weight that an update on the device reads and writes: weight, gradient and two moments in float32."""
-_SUM_TRAFFIC = 10
-"""Bytes a weight of adding a gradient up on the host: read in 16 bits, its sum read and written in 32."""
+_SUM_TRAFFIC = 8
+"""Bytes a weight of adding a gradient up on the host, beside the gradient: its sum read and written in float32."""
 _CLIP_TRAFFIC = 12
 """Gradients read for their norm, then read and written."""
 _MASTER_TRAFFIC = 12
@@ -162,8 +162,9 @@ class Training:
             scene.hold(student.name, "exchanged gradients", _cut(gradients, slices))
         # All batches of a step are brought before its first.
         scene.hold("", "batch", _batch_bytes(student) * self.accumulation)
-        if self.is_recorded:
-            self._record(stage, hardware)
+        trial = self._record(stage, hardware) if self.is_recorded else 0
+        if trial:
+            self._try_out(stage, trial)
         if student.to_host:
             stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
         for step in range(2):
@@ -186,6 +187,10 @@ class Training:
             if step == 0:
                 scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
             scene.let_go(student.name, "update")
+            if (
+                self.recordings > 1 and trial
+            ):  # any shape may be the last, beside all others and what the optimiser keeps by then
+                self._try_out(stage, trial)
         if self.drawing is not None:
             self.drawing.play(stage, _cut([each.nbytes for each in student.trained], slices) if self.averages else [])
         seconds = self.seconds(hardware)
@@ -193,19 +198,27 @@ class Training:
         waits = seconds - self.seconds(hardware, waits=False) if exchange else 0.0
         return replace(stage.finished(seconds, num_steps), exchange=exchange, waits=waits, work=self)
 
-    def _record(self, stage: Stage, hardware: Hardware) -> None:
-        """Try a step out, then hold what its recording keeps: gradients that stay where they are, and memory of its own for all
-        that it makes, libraries included. The trial has memory of its own, too, and its gradients are still there while forward
-        is recorded."""
+    def _record(self, stage: Stage, hardware: Hardware) -> int:
+        """Hold what a recorded step keeps: gradients that stay where they are, and memory of its own for all that it makes,
+        libraries included.
+
+        Return what it takes beside that for a moment: it is tried first in memory of its own, too, and the trial's gradients
+        are still there while forward is recorded.
+        """
         scene, student = stage.scene, self.student
         scene.hold(student.name, "added gradients", [each.nbytes for each in self._stepped])
         recording = Scene()
         recording.hold("", "libraries", [hardware.card.workspace] if hardware.card is not None else [])
+        libraries = recording.allocated
         played = recording.play(student.tape, student.repeats)
-        forward, whole = (round(size * self.recordings) for size in (played.kept, recording.reserved))
-        scene.hold(student.name, "recorded step", [max(forward + sum(played.left.values()), whole)])
-        scene.let_go(student.name, "recorded step")
-        scene.hold(student.name, "recorded step", [whole])
+        scene.hold(student.name, "recorded step", [round(recording.reserved * self.recordings)])
+        return max(libraries + played.kept + sum(played.left.values()) - recording.reserved, 0)
+
+    def _try_out(self, stage: Stage, num_bytes: int) -> None:
+        """Have what a trial takes there for a moment."""
+        stage.scene.hold(self.student.name, "trial of a recording", [num_bytes])
+        stage.note()
+        stage.scene.let_go(self.student.name, "trial of a recording")
 
     @property
     def is_recorded(self) -> bool:
@@ -245,7 +258,8 @@ class Training:
         time = placed.total * self.accumulation
         if self.is_on_host:
             # Of several backwards each waits until its gradients are in the sums.
-            adding = count * _SUM_TRAFFIC / hardware.update_rate if self.accumulation > 1 else 0.0
+            summed = count * (_SUM_TRAFFIC + student.dtype.itemsize) if self.accumulation > 1 else 0
+            adding = summed / hardware.update_rate
             update = count * UPDATE_TRAFFIC / hardware.update_rate
             placed = replace(placed, backward=max(placed.backward, adding))
             last = updated_on_host(placed, update if self.clips else update + adding, clips=self.clips)

@@ -64,7 +64,7 @@ class Measured:
     seconds: float
     """Of a step, the median."""
     disk_rate: float | None = None
-    """Bytes a second in which the trial's own files came from their disk, with nothing beside it, where it had any."""
+    """Bytes a second in which the trial's own files came from their disk, with nothing beside it, where that was measured."""
 
 
 Work = Training | Passes | Decoding | Encoding | TextEncoding | VaeStep
@@ -86,8 +86,11 @@ class Ends(ExitStack):
         return [each.loss_scale for each in self.optimisations]
 
 
-def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured:
-    """Take a few steps on a device, and more where they are so short that a busy host makes some much longer."""
+def try_out(work: Work, device: torch.device, *, num_steps: int = 3, reads_disk: bool = False) -> Measured:
+    """Take a few steps on a device, and more where they are so short that a busy host makes some much longer.
+
+    ``reads_disk`` measures the disk, too, where there are weights on it.
+    """
     free_memory(device)
     with Ends() as ends:
         step = _STEPS[type(work)](work, device, ends)
@@ -103,7 +106,7 @@ def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured
             step(warm_ups + len(times))
             synchronise(device)
             times.append(time.perf_counter() - start)
-            if ends.files:  # in turns: others may use the disk, too
+            if ends.files and reads_disk:  # in turns: others may use the disk, too
                 disk_rates.append(_disk_rate(ends.files))
         is_cuda = device.type == "cuda"
         measured = Measured(
@@ -121,14 +124,17 @@ def try_out(work: Work, device: torch.device, *, num_steps: int = 3) -> Measured
 
 def _warm_up(step: Callable[[int], None], ends: Ends) -> int:
     """Take steps until one is as all others will be; return how many that were."""
-    number = 0
-    while True:
+    for number in range(_MOST_WARM_UPS):
         before = ends.loss_scales
         step(number)
-        number += 1
         is_taken = all(scale >= old for scale, old in zip(ends.loss_scales, before, strict=True))
-        if (number >= _WARM_UPS and is_taken) or number == _MOST_WARM_UPS:
-            return number
+        if number + 1 >= _WARM_UPS and is_taken:
+            return number + 1
+    raise UsageError(
+        f"None of {_MOST_WARM_UPS} steps in float16 could be taken.",
+        why="gradients of random weights are not finite there, however little the loss is scaled.",
+        fix="Try it in bfloat16, which takes the same memory.",
+    )
 
 
 def _disk_rate(files: Sequence[Path]) -> float:

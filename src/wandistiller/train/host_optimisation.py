@@ -273,7 +273,7 @@ class HostOptimisation:
             return torch.linalg.vector_norm(part) if is_measured else None
 
         norms = self._threads.begin(add, -(-target.numel() // size), order=-1).wait()
-        return torch.linalg.vector_norm(torch.stack(norms)) if is_measured else None
+        return torch.linalg.vector_norm(torch.stack([torch.zeros(()), *norms])) if is_measured else None
 
     def _update(self, position: int, block: _Block, scale: float) -> None:
         """Begin to give a block its new weights, in float32 and where it is streamed from; until then nobody may have it."""

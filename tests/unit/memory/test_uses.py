@@ -10,14 +10,14 @@ import torch
 from wandistiller.memory import cuda_autocast, tape, tracing, uses
 from wandistiller.memory.cuda_autocast import LONG, SHORT
 from wandistiller.memory.scene import Scene
-from wandistiller.memory.uses import Use
+from wandistiller.memory.uses import Adapters, Use
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, build_empty
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 GIB = 2**30
 VIDEO, IMAGE = (31, 44, 80, 1), (1, 44, 80, 1)
-TINY = {**SIZES["tiny"].transformer, "num_layers": 9}
+TINY = {**SIZES["tiny"].transformer, "num_layers": 10}
 
 
 def measured(file, what, way, monkeypatch):
@@ -108,19 +108,23 @@ def test_a_step_takes_what_was_measured(file, what, way, use, monkeypatch):
 @pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
-def test_six_blocks_tell_of_nine(policy, is_compiled, to_host):
-    options = {"policy": policy, "to_host": to_host, "is_compiled": is_compiled, "trains": "everything"}
-    step, scene = played(use_of(TINY, (5, 32, 32, 2), **options))
-    with mock.patch.object(uses, "NUM_BLOCKS", 9), mock.patch.object(tape, "NUM_BLOCKS", 9):
+@pytest.mark.parametrize("adapters", [None, Adapters(2, ("to_q", "ffn.net.2"))], ids=["everything", "adapters"])
+def test_seven_blocks_tell_of_ten(adapters, policy, is_compiled, to_host):
+    options = {"policy": policy, "to_host": to_host, "is_compiled": is_compiled, "adapters": adapters}
+    options["trains"] = "everything" if adapters is None else "adapters"
+    use = use_of(TINY, (5, 32, 32, 2), **options)
+    step, scene = played(use)
+    with mock.patch.object(uses, "NUM_BLOCKS", 10), mock.patch.object(tape, "NUM_BLOCKS", 10):
         whole, whole_scene = played(use_of(TINY, (5, 32, 32, 2), **options))
     assert (step.peak, step.kept, sum(step.left.values())) == (whole.peak, whole.kept, sum(whole.left.values()))
     assert scene.reserved == whole_scene.reserved
+    assert sum(step.left.values()) == pytest.approx(sum(each.nbytes for each in use.trained), abs=4096), "gradients and no more"
 
 
-def test_six_blocks_do_the_work_of_nine():
+def test_seven_blocks_do_the_work_of_ten():
     use = use_of(TINY, (5, 32, 32, 2), trains="everything")
     work = use.tape.work(use.repeats)
-    with mock.patch.object(uses, "NUM_BLOCKS", 9), mock.patch.object(tape, "NUM_BLOCKS", 9):
+    with mock.patch.object(uses, "NUM_BLOCKS", 10), mock.patch.object(tape, "NUM_BLOCKS", 10):
         whole = use_of(TINY, (5, 32, 32, 2), trains="everything")
         assert whole.tape.work(whole.repeats) == work
 
