@@ -163,6 +163,7 @@ class Results:
     def fail(self, kind: str, name: str, error: Exception) -> None:
         self.failed.append(name)
         print(f"{kind:8} {name:52} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        self._write()
 
     def __str__(self) -> str:
         count = {name: sum(row.get(f"is_{name}", False) for row in self._rows) for name in _VERDICTS}
