@@ -7,7 +7,7 @@ python benchmarks/planner.py --against FILE      on the card, which then does no
 
 Otherwise the predictions are made first. The bounds: what is reserved within 3 % or 300 MiB of the prediction, whichever is
 larger; a step's time within 15 %. On a host that others use, times are also predicted with the rates that it had beside each
-trial, which are measured between the trials.
+trial, which are measured between the trial's steps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import json
 import multiprocessing
 import os
 import re
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,8 +36,8 @@ from untried import untried
 from wandistiller.memory.allocator_model import expandable_segments
 from wandistiller.memory.estimates import fits_host, margin
 from wandistiller.memory.hardware import H200, Hardware, detect
-from wandistiller.memory.rates import launch_seconds, pageable_rate, update_rate
-from wandistiller.memory.raw_reads import read_rate
+from wandistiller.memory.rates import ColdCopies, Launches, synchronise, update_rate
+from wandistiller.memory.raw_reads import forget_files, read_files, read_rate
 from wandistiller.memory.works import Passes, Training
 from wandistiller.plan.trial import Measured, Work, try_out
 from wandistiller.units import Bytes
@@ -105,6 +107,17 @@ def is_near(measured: float, predicted: float) -> bool:
     return predicted > 0 and abs(measured / predicted - 1) <= 0.15
 
 
+def rates_of(hardware: Hardware) -> dict[str, float]:
+    return {
+        "bus_gb_per_second": hardware.bus_rate / 1e9,
+        "pageable_gb_per_second": hardware.pageable_rate / 1e9,
+        "disk_gb_per_second": hardware.disk_rate / 1e9,
+        "host_gb_per_second": hardware.update_rate / 1e9,
+        "host_tflops": hardware.host_flops / 1e12,
+        "launch_microseconds": 1e6 * hardware.card.launch_seconds if hardware.card is not None else 0.0,
+    }
+
+
 class Results:
     """The table, which is printed and kept row by row: a run that is cut short has shown what it has."""
 
@@ -114,12 +127,7 @@ class Results:
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
             "torch": torch.__version__,
             "expandable_segments": expandable_segments(),
-            "bus_gb_per_second": hardware.bus_rate / 1e9,
-            "pageable_gb_per_second": hardware.pageable_rate / 1e9,
-            "disk_gb_per_second": hardware.disk_rate / 1e9,
-            "host_gb_per_second": hardware.update_rate / 1e9,
-            "host_tflops": hardware.host_flops / 1e12,
-            "launch_microseconds": 1e6 * hardware.card.launch_seconds if hardware.card is not None else 0.0,
+            **rates_of(hardware),
         }
         self._rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
@@ -142,7 +150,7 @@ class Results:
     def judge_times(self, hardware: Sequence[Hardware], seconds: Sequence[float]) -> None:
         """Take up what is predicted with the rates that the host and the disk had beside each trial."""
         for row, machine, predicted in zip(self._rows, hardware, seconds, strict=True):
-            row["launch_microseconds_beside"] = 1e6 * machine.card.launch_seconds if machine.card is not None else 0.0
+            row["beside"] = rates_of(machine)
             row["predicted_seconds_beside"] = predicted
             row["is_time_within_beside"] = is_near(row["measured_seconds"], predicted)
             if not row["is_time_within_beside"] or not row["is_time_within"]:
@@ -173,34 +181,50 @@ class Results:
 
 
 class Beside:
-    """A machine's rates beside each trial: what others do on its host and disk changes them from minute to minute."""
+    """A machine's rates while something is tried on it: what others do on its host and disk changes them all the time."""
 
-    def __init__(self, hardware: Hardware, device: torch.device) -> None:
+    def __init__(self, work: Work, hardware: Hardware, device: torch.device, launches: Launches) -> None:
+        self._work = work
         self._hardware = hardware
         self._device = device
-        self._launch = self._measured_launch()
+        self._launches = launches
+        self._rates = defaultdict[str, list[float]](list)
 
-    def trial(self, work: Work, measured: Measured) -> Hardware:
-        """Return the machine as it was between the last call and this one."""
-        before, self._launch = self._launch, self._measured_launch()
-        changes: dict[str, Any] = {}
-        if self._hardware.card is not None:
-            changes["card"] = replace(self._hardware.card, launch_seconds=(before + self._launch) / 2)
-        if measured.disk_rate is not None:
-            changes["disk_rate"] = measured.disk_rate
-        if isinstance(work, Training) and work.is_on_host:
+    def look(self, files: Sequence[Path]) -> None:
+        """Measure what the work waits for, between two of its steps."""
+        if not self._updates_on_host:  # that goes on between steps
+            for _ in range(3):
+                self._time("launches", self._launches)
+        if isinstance(self._work, Passes) and self._work.placing.is_spread:
+            copies = ColdCopies(self._device)  # gone before the next step
+            for _ in range(8):
+                self._time("pageable", copies)
+        if files:
+            forget_files(files)
+            self._time("disk", lambda: read_files(files))
+
+    @property
+    def _updates_on_host(self) -> bool:
+        return isinstance(self._work, Training) and self._work.is_on_host
+
+    def _time(self, name: str, run: Callable[[], int]) -> None:
+        synchronise(self._device)
+        start = time.perf_counter()
+        amount = run()
+        synchronise(self._device)
+        self._rates[name].append(amount / (time.perf_counter() - start))
+
+    def hardware(self) -> Hardware:
+        """Return the machine as it was meanwhile; call it when the trial is over."""
+        if self._updates_on_host:
             update_rate.cache_clear()
-            changes["host_rate"] = update_rate()
-        if isinstance(work, Passes) and work.placing.is_spread and self._device.type == "cuda":
-            pageable_rate.cache_clear()
-            changes["pageable"] = pageable_rate(self._device)
-        return replace(self._hardware, **changes)
-
-    def _measured_launch(self) -> float:
-        if self._device.type == "cuda":
-            launch_seconds.cache_clear()
-            return launch_seconds(self._device)
-        return self._hardware.card.launch_seconds if self._hardware.card is not None else 0.0
+            self._rates["updates"].append(update_rate())
+        found = {name: statistics.median(rates) for name, rates in self._rates.items()}
+        card = self._hardware.card
+        if card is not None and "launches" in found:
+            card = replace(card, launch_seconds=1 / found["launches"])
+        rates = {"pageable": found.get("pageable"), "disk_rate": found.get("disk"), "host_rate": found.get("updates")}
+        return replace(self._hardware, card=card, **{name: rate for name, rate in rates.items() if rate is not None})
 
 
 def compare(works: list[Named], arguments: argparse.Namespace, device: torch.device, hardware: Hardware) -> Results:
@@ -209,7 +233,7 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
     name_of_kinds = f"-untried-{arguments.seed}" if arguments.untried else chosen
     results = Results(arguments.output / f"planner{name_of_kinds}.json", device, hardware)
     started = time.perf_counter()
-    beside, tried = Beside(hardware, device), list[tuple[Work, Hardware]]()
+    launches, tried = Launches(device), list[tuple[Work, Hardware]]()
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
         predictions = [
             read_beforehand(arguments.against, *work) or pool.submit(predict, work[2], hardware).result for work in works
@@ -222,14 +246,15 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
             if is_late or said.seconds > arguments.longest or not fits_host(said.page_locked, hardware):
                 results.leave_out(kind, name)
                 continue
+            beside = Beside(work, hardware, device, launches)
             try:
-                measured = try_out(work, device, num_steps=3, reads_disk=True)
+                measured = try_out(work, device, num_steps=3, between=beside.look)
             except Exception as error:  # noqa: BLE001 - the others are still worth measuring
                 results.fail(kind, name, error)
                 continue
             torch._dynamo.reset()
             results.add(row_of(kind, name, said, measured), time.perf_counter() - begun)
-            tried.append((work, beside.trial(work, measured)))
+            tried.append((work, beside.hardware()))
         again = pool.map(predict, *zip(*tried, strict=True)) if tried else ()
         results.judge_times([machine for _, machine in tried], [each.seconds for each in again])
     return results

@@ -186,4 +186,6 @@ def small(name: str, work: Work) -> Work | None:
     if isinstance(work, Training):
         teacher = None if work.teacher is None else shrink(work.teacher)
         return replace(work, student=shrink(work.student).changed(pixels=None), teacher=teacher, recordings=0.0)
+    if isinstance(work, Passes) and work.placing.device_map is not None:
+        work = replace(work, placing=replace(work.placing, device_map=half_on_host(7)))
     return replace(work, use=shrink(work.use)) if isinstance(work, Passes) else None

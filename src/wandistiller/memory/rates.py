@@ -26,12 +26,22 @@ def copy_rate(device: torch.device, *, page_locked: bool = True, num_bytes: int 
     return num_bytes / _seconds(lambda: target.copy_(source, non_blocking=page_locked), device)
 
 
+class ColdCopies:
+    """Copies from memory that is neither page-locked nor in the CPU's caches, as weights are when their turn comes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+        self._sources = itertools.cycle(torch.ones(8, COPY_BYTES, dtype=torch.uint8))
+
+    def __call__(self) -> int:
+        """Make one; return its bytes."""
+        return self._target.copy_(next(self._sources)).nbytes
+
+
 @functools.cache
 def pageable_rate(device: torch.device) -> float:
-    """Return the same for memory that is neither page-locked nor in the CPU's caches, as weights are when their turn comes."""
-    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    sources = itertools.cycle(torch.ones(8, COPY_BYTES, dtype=torch.uint8))
-    return COPY_BYTES / _undisturbed_seconds(lambda: target.copy_(next(sources)), device)
+    """Return the bytes a second of such copies."""
+    return COPY_BYTES / _undisturbed_seconds(ColdCopies(device), device)
 
 
 @functools.cache
@@ -55,26 +65,39 @@ def elementwise_rate(dtype: torch.dtype) -> float:
     return 3 * left.nbytes / _seconds(lambda: left * right, torch.device("cpu"))
 
 
+class Launches:
+    """A pass of a tiny Wan, whose kernels a card does as fast as the host asks for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        from wandistiller.memory.placement import Subject, find_placement
+        from wandistiller.memory.uses import Use
+        from wandistiller.models.random_weights import RandomWeights
+        from wandistiller.models.sizes import SIZES
+
+        use = Use(name="tiny", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 8, 8), text_tokens=8)
+        self._model = use.build(use.num_blocks)
+        find_placement("gpu").attach(Subject(model=self._model, blocks=[], read=RandomWeights(self._model)), device)
+        options = {"device": device, "dtype": use.dtype}
+        self._inputs = (
+            torch.randn(1, *use.latent_shape, **options),
+            torch.full((1,), 500.0, device=device),
+            torch.randn(1, use.text_tokens, use.config["text_dim"], **options),
+        )
+        self.count = sum(use.tape.work(use.repeats).values())
+        """Kernels in a pass."""
+
+    @torch.no_grad()
+    def __call__(self) -> int:
+        """Ask for all of them; return how many they are."""
+        self._model(*self._inputs)
+        return self.count
+
+
 @functools.cache
 def launch_seconds(device: torch.device) -> float:
-    """Return the host's time for a kernel that a Wan asks for: a pass of a tiny one, which the device does meanwhile."""
-    from wandistiller.memory.placement import Subject, find_placement
-    from wandistiller.memory.uses import Use
-    from wandistiller.models.random_weights import RandomWeights
-    from wandistiller.models.sizes import SIZES
-
-    use = Use(name="tiny", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 8, 8), text_tokens=8)
-    model = use.build(use.num_blocks)
-    find_placement("gpu").attach(Subject(model=model, blocks=[], read=RandomWeights(model)), device)
-    options = {"device": device, "dtype": use.dtype}
-    inputs = (
-        torch.randn(1, *use.latent_shape, **options),
-        torch.full((1,), 500.0, device=device),
-        torch.randn(1, use.text_tokens, use.config["text_dim"], **options),
-    )
-    with torch.no_grad():
-        seconds = _undisturbed_seconds(lambda: model(*inputs), device)
-    return seconds / sum(use.tape.work(use.repeats).values())
+    """Return the host's time for a kernel that a Wan asks for."""
+    launches = Launches(device)
+    return _undisturbed_seconds(launches, device) / launches.count
 
 
 @functools.cache

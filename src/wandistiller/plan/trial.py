@@ -27,7 +27,7 @@ from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.host import page_locked_bytes
 from wandistiller.memory.placement import Placed, Placement, Subject, find_placement
 from wandistiller.memory.rates import synchronise
-from wandistiller.memory.raw_reads import forget_files, read_files
+from wandistiller.memory.raw_reads import forget_files
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use
@@ -63,8 +63,6 @@ class Measured:
     page_locked: Bytes
     seconds: float
     """Of a step, the median."""
-    disk_rate: float | None = None
-    """Bytes a second in which the trial's own files came from their disk, with nothing beside it, where that was measured."""
 
 
 Work = Training | Passes | Decoding | Encoding | TextEncoding | VaeStep
@@ -86,10 +84,12 @@ class Ends(ExitStack):
         return [each.loss_scale for each in self.optimisations]
 
 
-def try_out(work: Work, device: torch.device, *, num_steps: int = 3, reads_disk: bool = False) -> Measured:
+def try_out(
+    work: Work, device: torch.device, *, num_steps: int = 3, between: Callable[[Sequence[Path]], None] | None = None
+) -> Measured:
     """Take a few steps on a device, and more where they are so short that a busy host makes some much longer.
 
-    ``reads_disk`` measures the disk, too, where there are weights on it.
+    ``between`` is called after each step that counts, with the files that it has read: a look at a machine that others use.
     """
     free_memory(device)
     with Ends() as ends:
@@ -98,7 +98,7 @@ def try_out(work: Work, device: torch.device, *, num_steps: int = 3, reads_disk:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         warm_ups = _warm_up(step, ends)
-        times, disk_rates = list[float](), list[float]()
+        times = list[float]()
         while len(times) < num_steps or (sum(times) < _LEAST_SECONDS and device.type == "cuda"):
             synchronise(device)
             forget_files(ends.files)
@@ -106,15 +106,14 @@ def try_out(work: Work, device: torch.device, *, num_steps: int = 3, reads_disk:
             step(warm_ups + len(times))
             synchronise(device)
             times.append(time.perf_counter() - start)
-            if ends.files and reads_disk:  # in turns: others may use the disk, too
-                disk_rates.append(_disk_rate(ends.files))
+            if between is not None:
+                between(ends.files)
         is_cuda = device.type == "cuda"
         measured = Measured(
             Bytes(torch.cuda.max_memory_allocated(device) if is_cuda else 0),
             Bytes(torch.cuda.max_memory_reserved(device) if is_cuda else 0),
             page_locked_bytes(),
             statistics.median(times),
-            statistics.median(disk_rates) if disk_rates else None,
         )
         del step
     gc.collect()
@@ -135,12 +134,6 @@ def _warm_up(step: Callable[[int], None], ends: Ends) -> int:
         why="gradients of random weights are not finite there, however little the loss is scaled.",
         fix="Try it in bfloat16, which takes the same memory.",
     )
-
-
-def _disk_rate(files: Sequence[Path]) -> float:
-    forget_files(files)
-    start = time.perf_counter()
-    return read_files(files) / (time.perf_counter() - start)
 
 
 def _training(work: Training, device: torch.device, ends: Ends) -> Callable[[int], None]:
