@@ -33,16 +33,27 @@ import torch
 from tried import KINDS, small
 from untried import untried
 
+from wandistiller.cli.main import let_segments_grow
 from wandistiller.memory.allocator_model import expandable_segments
 from wandistiller.memory.estimates import fits_host, margin
 from wandistiller.memory.hardware import H200, Hardware, detect
-from wandistiller.memory.rates import ColdCopies, Launches, synchronise, update_rate
+from wandistiller.memory.rates import ColdCopies, Launches, elementwise_rate, matmul_rate, synchronise, update_rate
 from wandistiller.memory.raw_reads import forget_files, read_files, read_rate
 from wandistiller.memory.works import Passes, Training
 from wandistiller.plan.trial import Measured, Work, try_out
 from wandistiller.units import Bytes
 
 GIB = 2**30
+_CPU = torch.device("cpu")
+_FIELDS = {
+    "pageable": "pageable",
+    "disk": "disk_rate",
+    "updates": "host_rate",
+    "flops": "host_flops",
+    "attention": "host_attention",
+    "values": "host_bandwidth",
+}
+"""What is measured beside a trial, and where a machine has it."""
 _VERDICTS = ("memory_within", "time_within", "time_within_beside")
 Named = tuple[str, str, Work]
 """A kind, a name, and what it is."""
@@ -114,6 +125,8 @@ def rates_of(hardware: Hardware) -> dict[str, float]:
         "disk_gb_per_second": hardware.disk_rate / 1e9,
         "host_gb_per_second": hardware.update_rate / 1e9,
         "host_tflops": hardware.host_flops / 1e12,
+        "host_attention_tflops": hardware.host_attention / 1e12,
+        "host_values_gb_per_second": hardware.host_bandwidth / 1e9,
         "launch_microseconds": 1e6 * hardware.card.launch_seconds if hardware.card is not None else 0.0,
     }
 
@@ -192,16 +205,32 @@ class Beside:
 
     def look(self, files: Sequence[Path]) -> None:
         """Measure what the work waits for, between two of its steps."""
-        if not self._updates_on_host:  # that goes on between steps
-            for _ in range(3):
+        if self._is_on_cpu:
+            matmul_rate.cache_clear()
+            elementwise_rate.cache_clear()
+            self._rates["flops"].append(matmul_rate(_CPU, self._work.use.dtype))
+            self._rates["attention"].append(matmul_rate(_CPU, torch.float32))
+            self._rates["values"].append(elementwise_rate(self._work.use.dtype))
+        elif not self._updates_on_host:  # that goes on between steps
+            self._launches()
+            for _ in range(10):
                 self._time("launches", self._launches)
-        if isinstance(self._work, Passes) and self._work.placing.is_spread:
+        if self._is_spread:
             copies = ColdCopies(self._device)  # gone before the next step
-            for _ in range(8):
+            for _ in range(32):
                 self._time("pageable", copies)
         if files:
+            time.sleep(1)  # the first blocks of the next step are read
             forget_files(files)
             self._time("disk", lambda: read_files(files))
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return isinstance(self._work, Passes) and self._work.placing.name == "cpu"
+
+    @property
+    def _is_spread(self) -> bool:
+        return isinstance(self._work, Passes) and self._work.placing.is_spread
 
     @property
     def _updates_on_host(self) -> bool:
@@ -220,11 +249,10 @@ class Beside:
             update_rate.cache_clear()
             self._rates["updates"].append(update_rate())
         found = {name: statistics.median(rates) for name, rates in self._rates.items()}
-        card = self._hardware.card
-        if card is not None and "launches" in found:
-            card = replace(card, launch_seconds=1 / found["launches"])
-        rates = {"pageable": found.get("pageable"), "disk_rate": found.get("disk"), "host_rate": found.get("updates")}
-        return replace(self._hardware, card=card, **{name: rate for name, rate in rates.items() if rate is not None})
+        changes: dict[str, Any] = {field: found[name] for name, field in _FIELDS.items() if name in found}
+        if self._hardware.card is not None and "launches" in found:
+            changes["card"] = replace(self._hardware.card, launch_seconds=1 / found["launches"])
+        return replace(self._hardware, **changes)
 
 
 def compare(works: list[Named], arguments: argparse.Namespace, device: torch.device, hardware: Hardware) -> Results:
@@ -276,7 +304,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--untried", type=int, default=0, help="so many drawn at random, instead of those that were chosen")
     parser.add_argument("--seed", type=int, default=1, help="what they are drawn with")
-    parser.add_argument("--match", default="", help="take only what has this expression in its name")
+    parser.add_argument(
+        "--match", default="", help="take only what has this expression in its kind and name, as train: 5b video"
+    )
     parser.add_argument("--skip", default="\0", help="leave out what has this in its name")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no other one is begun")
     parser.add_argument("--longest", type=float, default=60, help="seconds a step that are too long to wait for")
@@ -287,6 +317,7 @@ def main() -> None:
     parser.add_argument("--host", type=float, default=92.0, help="GB a second of updates on the host, for --predict")
     parser.add_argument("--small", action="store_true", help="tiny models, for trying this without a card")
     arguments = parser.parse_args()
+    let_segments_grow()  # as the program does
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hardware = Hardware(card=H200, host_memory=Bytes(2**37))
     if device.type == "cuda":
@@ -298,7 +329,7 @@ def main() -> None:
         (kind, name, found)
         for kind in (["untried"] if arguments.untried else arguments.only)
         for name, work in kinds[kind]()
-        if re.search(arguments.match, name) and arguments.skip not in name
+        if re.search(arguments.match, f"{kind}: {name}") and arguments.skip not in name
         if (found := small(name, work) if arguments.small else work) is not None
     ]
     if arguments.predict is not None:

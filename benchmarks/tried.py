@@ -61,6 +61,7 @@ def half_on_host(num_blocks: int) -> Path:
 def sampling() -> Iterator[tuple[str, Work]]:
     offload = Placing(name="offload")
     yield "1.3b image, gpu", Passes(use=use("wan2.1-1.3b", IMAGE), passes=2)
+    yield "1.3b image, gpu, compiled", Passes(use=use("wan2.1-1.3b", IMAGE, is_compiled=True), passes=2)
     yield "1.3b video, gpu", Passes(use=use("wan2.1-1.3b", VIDEO))
     yield "1.3b video, offload", Passes(use=use("wan2.1-1.3b", VIDEO), placing=offload)
     yield "5b image, gpu", Passes(use=use("wan2.2-5b", IMAGE_5B), passes=2)
@@ -99,6 +100,12 @@ def training() -> Iterator[tuple[str, Work]]:
         "1.3b image x16, full, accumulated",
         Training(student=trained("wan2.1-1.3b", IMAGE, 16, policy="full"), accumulation=2),
     )
+    yield "1.3b image, LoRA, none", Training(student=adapted("wan2.1-1.3b", IMAGE))
+    yield (
+        "1.3b image, LoRA, selective, compiled",
+        Training(student=adapted("wan2.1-1.3b", IMAGE, policy="selective", is_compiled=True)),
+    )
+    yield "1.3b image, LoRA, full", Training(student=adapted("wan2.1-1.3b", IMAGE, policy="full"))
     yield "1.3b clip, none", Training(student=trained("wan2.1-1.3b", CLIP))
     yield "1.3b video, full", Training(student=trained("wan2.1-1.3b", VIDEO, policy="full"))
     yield "1.3b video, selective", Training(student=trained("wan2.1-1.3b", VIDEO, policy="selective"))
@@ -169,6 +176,10 @@ def vaes() -> Iterator[tuple[str, Work]]:
     kept = TrainVaeConfig(batch_size=2, gan_training=True, use_lpips=True, r1_interval=1, vae_gradient_checkpointing=True)
     vae = dict(SIZES["wan2.1-14b"].vae)
     yield "wan2.1 VAE, reconstruction", VaeStep(config=plain, vae=vae, shape=shape, precision="bf16")
+    yield (
+        "wan2.1 VAE, one frame, LPIPS",
+        VaeStep(config=replace(plain, use_lpips=True), vae=vae, shape=(1, 128, 128), precision="bf16"),
+    )
     yield "wan2.1 VAE, LPIPS, critic, R1", VaeStep(config=full, vae=vae, shape=shape, precision="bf16")
     yield "wan2.1 VAE, LPIPS, critic, R1, checkpointed", VaeStep(config=kept, vae=vae, shape=shape, precision="bf16")
 

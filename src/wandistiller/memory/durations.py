@@ -14,10 +14,10 @@ _CONVOLUTION_BACKWARD = 2.85
 """How much slower than a convolution as large backward is; measured so too."""
 BACKWARD_LAUNCHES = 0.7
 """A kernel of backward takes the host less time to start than one of forward: no Python between them."""
-COMPILED_LAUNCHES = 1.5
-"""A kernel of compiled code takes the host longer to start than one of plain code: guards and wrappers."""
+COMPILED_LAUNCHES = 0.9
+"""What a kernel of compiled code takes the host to start, of one of plain code: no modules, but guards and wrappers."""
 TRAINED_LAUNCHES = 1.5
-"""A kernel of a step with gradients takes the host longer to start, too: its graph is built, and values are cast."""
+"""A kernel of a step with gradients takes the host longer to start: its graph is built, and values are cast."""
 POLICY_LAUNCHES = 20
 """What an activation policy does on the host for each block, as kernels that could be launched meanwhile; 10 to 40 where it was
 measured, for blocks of every precision, compiled or not."""
@@ -49,7 +49,8 @@ def step_seconds(
 ) -> Seconds:
     """Return the time of a step with all weights where they are computed with; a recorded one is launched all at once."""
     trains = any(part.place[0].startswith(BACKWARD) for part in tape.parts)
-    launches = 0.0 if is_recorded else COMPILED_LAUNCHES if is_compiled else TRAINED_LAUNCHES if trains else 1.0
+    launches = (COMPILED_LAUNCHES if is_compiled else 1.0) * (TRAINED_LAUNCHES if trains else 1.0)
+    launches = 0.0 if is_recorded else launches
     extra = POLICY_LAUNCHES if has_policy else 0
     times = {id(part): _seconds(part, hardware, launches, extra) for part in tape.parts}
     copies = {id(part): (_copied(part, "to_host"), _copied(part, "to_device")) for part in tape.parts}
@@ -73,15 +74,20 @@ def _seconds(part: Part, hardware: Hardware, launches: float, extra: int) -> flo
 
     ``extra`` is what the host has to do beside that for each block of backward.
     """
-    card, rate, flops = hardware.card, hardware.host_bandwidth, hardware.host_flops
+    card = hardware.card
     if card is None:
-        return sum(max(kernel.flops / flops, kernel.num_bytes / rate) * count for kernel, count in part.work.items())
+        return sum(_on_cpu(hardware, kernel) * count for kernel, count in part.work.items())
     on_device = sum(_on(card, kernel) * count for kernel, count in part.work.items())
     from_python = part.work.total() - part.num_by_autograd
     if part.place[0].startswith(BACKWARD) and part.place[1] >= 0:
         from_python += extra
     on_host = (from_python + BACKWARD_LAUNCHES * part.num_by_autograd) * card.launch_seconds * launches
     return max(on_device, on_host)
+
+
+def _on_cpu(hardware: Hardware, kernel: Kernel) -> float:
+    flops = hardware.host_attention if kernel.kind == "attention" else hardware.host_flops
+    return max(kernel.flops / flops, kernel.num_bytes / hardware.host_bandwidth)
 
 
 def _on(card: Card, kernel: Kernel) -> float:

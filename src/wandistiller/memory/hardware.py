@@ -71,7 +71,9 @@ class Hardware:
     host_rate: float | None = 40e9
     """Bytes a second that an optimiser in host memory reads and writes; None to measure it here, where one is asked about."""
     host_flops: float = 2e11
-    """Operations a second of the CPU."""
+    """Operations a second of the CPU in matrix products."""
+    host_attention: float = 2e11
+    """The same in attention, which it computes in float32 whatever it is given."""
     host_bandwidth: float = 1e10
     """Bytes a second that the CPU's other computations read and write."""
     network_rate: float = 10e9
@@ -190,10 +192,11 @@ def detect(*, measures: bool = True) -> Hardware:
 
     # Beside a card the CPU has roles in what it is fastest in, and alone in float32.
     has_card = torch.cuda.is_available()
-    flops, bandwidth = 2e11, 1e10
+    cpu: dict[str, Any] = {}
     if measures:
         dtype = fastest_cpu_dtype() if has_card else torch.float32
-        flops, bandwidth = matmul_rate(torch.device("cpu"), dtype), elementwise_rate(dtype)
+        of_dtype, of_float = (matmul_rate(torch.device("cpu"), each) for each in (dtype, torch.float32))
+        cpu = {"host_flops": of_dtype, "host_attention": of_float, "host_bandwidth": elementwise_rate(dtype)}
     host_rate = None if measures else 40e9
     host = available_host_memory()
     if not has_card:
@@ -202,8 +205,7 @@ def detect(*, measures: bool = True) -> Hardware:
             num_cards=0,
             host_memory=host,
             host_rate=host_rate,
-            host_flops=flops,
-            host_bandwidth=bandwidth,
+            **cpu,
         )
     device = torch.device("cuda", torch.cuda.current_device())
     memory = device_memory(device)
@@ -224,8 +226,7 @@ def detect(*, measures: bool = True) -> Hardware:
         bus_rate=copy_rate(device) if measures else 25e9,
         pageable=None if measures else 6e9,
         host_rate=host_rate,
-        host_flops=flops,
-        host_bandwidth=bandwidth,
+        **cpu,
     )
 
 

@@ -15,6 +15,8 @@ from wandistiller.memory.host_adamw import UPDATE_TRAFFIC, AdamW
 from wandistiller.memory.host_threads import PIECE, HostThreads
 
 COPY_BYTES = 64 * 2**20
+_MATRIX_BYTES, _FAR_APART = 2**25, 32
+"""One of Wan's, in which the beginning of a copy counts; and how many are more than a server's caches hold."""
 _LONG_PRODUCT = 5e-3
 """Seconds from which a product is long enough to time."""
 
@@ -27,11 +29,11 @@ def copy_rate(device: torch.device, *, page_locked: bool = True, num_bytes: int 
 
 
 class ColdCopies:
-    """Copies from memory that is neither page-locked nor in the CPU's caches, as weights are when their turn comes."""
+    """Copies of matrices that are neither page-locked nor in the CPU's caches, as weights are when their turn comes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-        self._sources = itertools.cycle(torch.ones(8, COPY_BYTES, dtype=torch.uint8))
+        self._target = torch.empty(_MATRIX_BYTES, dtype=torch.uint8, device=device)
+        self._sources = itertools.cycle(torch.ones(_FAR_APART, _MATRIX_BYTES, dtype=torch.uint8))
 
     def __call__(self) -> int:
         """Make one; return its bytes."""
@@ -41,7 +43,7 @@ class ColdCopies:
 @functools.cache
 def pageable_rate(device: torch.device) -> float:
     """Return the bytes a second of such copies."""
-    return COPY_BYTES / _undisturbed_seconds(ColdCopies(device), device)
+    return _MATRIX_BYTES / _undisturbed_seconds(ColdCopies(device), device)
 
 
 @functools.cache
@@ -74,7 +76,8 @@ class Launches:
         from wandistiller.models.random_weights import RandomWeights
         from wandistiller.models.sizes import SIZES
 
-        use = Use(name="tiny", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 8, 8), text_tokens=8)
+        config = {**SIZES["tiny"].transformer, "num_layers": 12}  # blocks, rather than what is there once
+        use = Use(name="tiny", config=config, latent_shape=(8, 1, 8, 8), text_tokens=8)
         self._model = use.build(use.num_blocks)
         find_placement("gpu").attach(Subject(model=self._model, blocks=[], read=RandomWeights(self._model)), device)
         options = {"device": device, "dtype": use.dtype}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import shutil
 import statistics
@@ -90,6 +91,7 @@ def try_out(
     """Take a few steps on a device, and more where they are so short that a busy host makes some much longer.
 
     ``between`` is called after each step that counts, with the files that it has read: a look at a machine that others use.
+    Of files the next step's first blocks are read meanwhile, so a step that does not count uses them up.
     """
     free_memory(device)
     with Ends() as ends:
@@ -97,17 +99,20 @@ def try_out(
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        warm_ups = _warm_up(step, ends)
+        numbers = itertools.count(_warm_up(step, ends))
         times = list[float]()
         while len(times) < num_steps or (sum(times) < _LEAST_SECONDS and device.type == "cuda"):
             synchronise(device)
-            forget_files(ends.files)
             start = time.perf_counter()
-            step(warm_ups + len(times))
+            forget_files(ends.files)  # meanwhile their readers go on, as between any two steps
+            step(next(numbers))
             synchronise(device)
             times.append(time.perf_counter() - start)
             if between is not None:
                 between(ends.files)
+            if between is not None and ends.files:
+                forget_files(ends.files)
+                step(next(numbers))
         is_cuda = device.type == "cuda"
         measured = Measured(
             Bytes(torch.cuda.max_memory_allocated(device) if is_cuda else 0),
