@@ -10,7 +10,7 @@ from wandistiller.memory.tape import BACKWARD, Kernel, Part, Tape
 
 _CONVOLUTION_PASSES = 6.2
 """Times that a convolution goes through its input and output, which it lays out for itself; measured on whole VAEs."""
-_CONVOLUTION_BACKWARD = 2.85
+_CONVOLUTION_BACKWARD = 2.45
 """How much slower than a convolution as large backward is; measured so too."""
 BACKWARD_LAUNCHES = 0.7
 """A kernel of backward takes the host less time to start than one of forward: no Python between them."""

@@ -1,4 +1,4 @@
-"""Files read as fast as the disk gives them, and not from memory: what streaming from disk is measured against."""
+"""Files read as fast as the disk gives them, and not from memory: what streaming is measured against, and foreseen by."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from wandistiller.memory.disk_store import NUM_THREADS, PIECE_BYTES
+import torch
+from torch import Tensor
 
-_ENOUGH = 2**30
-_ENOUGH_SECONDS = 1.0
-"""Bytes, or seconds, from which a rate is taken."""
+from wandistiller.memory.disk_store import NUM_THREADS, PIECE_BYTES, DiskStore
+from wandistiller.memory.layout import Member, lay_out
+from wandistiller.models.weight_files import Entry
+
+_STRETCH_BYTES = NUM_THREADS * PIECE_BYTES
 
 
 def forget_files(files: Sequence[Path]) -> None:
@@ -28,23 +31,11 @@ def forget_files(files: Sequence[Path]) -> None:
             os.close(descriptor)
 
 
-def read_files(
-    files: Sequence[Path],
-    *,
-    num_threads: int = NUM_THREADS,
-    at_most: int | None = None,
-    seconds: float = float("inf"),
-) -> int:
-    """Read files front to back into memory that is used again and again, so many pieces at a time; return the bytes read.
-
-    After ``seconds`` no other piece is begun.
-    """
-    until = time.perf_counter() + seconds
+def read_files(files: Sequence[Path], *, num_threads: int = NUM_THREADS) -> int:
+    """Read files front to back into memory that is used again and again, so many pieces at a time; return the bytes read."""
     buffers = threading.local()
 
     def read(file: Path, offset: int) -> int:
-        if time.perf_counter() > until:
-            return 0
         if not hasattr(buffers, "memory"):
             buffers.memory = bytearray(PIECE_BYTES)
         descriptor = os.open(file, os.O_RDONLY)
@@ -54,15 +45,41 @@ def read_files(
             os.close(descriptor)
 
     pieces = [(file, offset) for file in files for offset in range(0, file.stat().st_size, PIECE_BYTES)]
-    if at_most is not None:
-        pieces = pieces[: max(at_most // PIECE_BYTES, 1)]
     with ThreadPoolExecutor(num_threads) as pool:
         return sum(pool.map(read, *zip(*pieces, strict=True)))
 
 
-def read_rate(file: Path) -> float:
-    """Return the bytes a second in which the start of a file comes from its disk."""
-    forget_files([file])
-    start = time.perf_counter()
-    num_bytes = read_files([file], at_most=_ENOUGH, seconds=_ENOUGH_SECONDS)
-    return num_bytes / (time.perf_counter() - start)
+def read_rate(files: Sequence[Path], *, at_most: int = 2**30, seconds: float = 1.0) -> float:
+    """Return the bytes a second in which the start of files comes from their disk, by the reader that streams weights.
+
+    After ``at_most`` bytes, or ``seconds``, no more are waited for.
+    """
+    entries = [entry for file in files for entry in _stretches(file)]
+    layouts = [lay_out([(entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))]) for entry in entries]
+    forget_files(files)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    store = DiskStore(layouts, _nothing_else, device, lambda index, member: entries[index])
+    num_bytes, passed, start = 0, 1.0, time.perf_counter()
+    try:
+        for index in range(len(entries)):
+            store.expect(range(index, len(entries)))
+            store.fetch(index)
+            store.fetched(index, None)
+            num_bytes += entries[index].num_bytes
+            passed = time.perf_counter() - start
+            if num_bytes >= at_most or passed > seconds:
+                break
+    finally:
+        store.close()
+    return num_bytes / passed
+
+
+def _stretches(file: Path) -> list[Entry]:
+    """Return a file as tensors of bytes, each as much as the reader's threads have to do."""
+    size = file.stat().st_size
+    sizes = {offset: min(size - offset, _STRETCH_BYTES) for offset in range(0, size, _STRETCH_BYTES)}
+    return [Entry(str(offset), torch.uint8, (count,), file, offset) for offset, count in sizes.items()]
+
+
+def _nothing_else(index: int, member: Member) -> Tensor:
+    raise AssertionError("all of it is in the files")

@@ -217,7 +217,7 @@ def as_started(job: Any, hardware: Hardware) -> Hardware:
 def _rate_of_files(model: Path) -> float | None:
     files = [model] if model.is_file() else model.rglob("*.safetensors") if model.is_dir() else []
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
-    return None if largest is None else read_rate(largest)
+    return None if largest is None else read_rate([largest])
 
 
 def model_of(job: Any) -> str:

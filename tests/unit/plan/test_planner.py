@@ -277,7 +277,7 @@ def test_the_disk_is_as_fast_as_it_reads_the_models_files_here(tmp_path, monkeyp
     for name, size in (("small", 10), ("large", 20)):
         (tmp_path / f"{name}.safetensors").write_bytes(bytes(size))
     read = []
-    monkeypatch.setattr("wandistiller.plan.planner.read_rate", lambda file: read.append(file.name) or 5e9)
+    monkeypatch.setattr("wandistiller.plan.planner.read_rate", lambda files: read.extend(file.name for file in files) or 5e9)
     assert find_hardware(PlanConfig(), str(tmp_path)).disk_rate == 5e9 and read == ["large.safetensors"]
     assert find_hardware(PlanConfig(disk="3GB/s"), str(tmp_path)).disk_rate == 3e9
     assert find_hardware(PlanConfig(card="rtx4090"), str(tmp_path)).disk_rate == 2e9, "another machine's disk"
