@@ -39,6 +39,7 @@ from wandistiller.memory.estimates import fits_host, margin
 from wandistiller.memory.hardware import H200, Hardware, detect
 from wandistiller.memory.rates import ColdCopies, Launches, elementwise_rate, matmul_rate, synchronise, update_rate
 from wandistiller.memory.raw_reads import read_rate
+from wandistiller.memory.step_limit import limit_of
 from wandistiller.memory.works import Passes, Training
 from wandistiller.plan.trial import Measured, Work, try_out
 from wandistiller.units import Bytes
@@ -67,6 +68,8 @@ class Predicted:
     reserved: int
     page_locked: int
     seconds: float
+    limit: str | None
+    """What the steps wait for most."""
     planning_seconds: float
 
 
@@ -75,7 +78,8 @@ def predict(work: Work, hardware: Hardware) -> Predicted:
     started = time.perf_counter()
     phase = work.phase(hardware)
     planning = time.perf_counter() - started
-    return Predicted(phase.peak, phase.reserved, phase.total("page-locked"), phase.seconds, planning)
+    limit = limit_of(phase, hardware)
+    return Predicted(phase.peak, phase.reserved, phase.total("page-locked"), phase.seconds, limit, planning)
 
 
 def beforehand(file: Path, works: list[Named], hardware: Hardware, workers: int) -> None:
@@ -108,6 +112,7 @@ def row_of(kind: str, name: str, predicted: Predicted, measured: Measured) -> di
         "measured_seconds": measured.seconds,
         "predicted_page_locked_gib": predicted.page_locked / GIB,
         "measured_page_locked_gib": measured.page_locked / GIB,
+        "limited_by": predicted.limit,
         "is_memory_within": abs(measured.reserved - predicted.reserved) <= margin(Bytes(predicted.reserved)),
         "is_time_within": is_near(measured.seconds, predicted.seconds),
         "planning_seconds": predicted.planning_seconds,
@@ -190,7 +195,14 @@ class Results:
         count = {name: sum(row.get(f"is_{name}", False) for row in self._rows) for name in _VERDICTS}
         rest = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
         times = f"time in {count['time_within']}, {count['time_within_beside']} with the rates beside them"
-        return f"{len(self._rows)} configurations: memory within its bound in {count['memory_within']}, {times}{rest}"
+        lines = [f"{len(self._rows)} configurations: memory within its bound in {count['memory_within']}, {times}{rest}"]
+        for limit in dict.fromkeys(row["limited_by"] for row in self._rows):
+            rows = [row for row in self._rows if row["limited_by"] == limit]
+            near, beside = (sum(row.get(f"is_{name}", False) for row in rows) for name in _VERDICTS[1:])
+            lines.append(
+                f"  limited by {limit or 'what was not asked'}: time in {near} of {len(rows)}, {beside} with the rates beside"
+            )
+        return "\n".join(lines)
 
 
 class Beside:

@@ -17,6 +17,7 @@ from wandistiller.memory.hardware import Hardware, detect
 from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.shared_host import ranks_here
+from wandistiller.memory.step_limit import limit_of
 from wandistiller.terminal import say
 from wandistiller.units import Bytes
 
@@ -42,7 +43,9 @@ def of_this_job(hardware: Hardware) -> Hardware:
 def forecast(make: Callable[[Hardware], Phase], device: torch.device, *, is_whole: bool = False) -> Forecast | None:
     """Return a prediction made now; a run goes on without one where that fails, and says why."""
     try:
-        return replace(Forecast.of(make(hardware_of(device)), device), is_whole=is_whole)
+        hardware = hardware_of(device)
+        phase = make(hardware)
+        return replace(Forecast.of(phase, device), is_whole=is_whole, limit=limit_of(phase, hardware))
     except Exception as error:  # noqa: BLE001 - a nicety must not cost anybody a run
         say(f"There is no prediction of memory for this run: {type(error).__name__}: {error}")
         return None
@@ -58,6 +61,8 @@ class Forecast:
     """What the process has taken already, where the device is the host."""
     is_whole: bool = False
     """Whether it tells of all phases of the run, and not only of the one that has its name."""
+    limit: str | None = None
+    """What its steps wait for most."""
 
     @classmethod
     def of(cls, phase: Phase, device: torch.device) -> Forecast:
@@ -80,7 +85,8 @@ class Forecast:
         who = f" of each of {ranks_here()} ranks" if ranks_here() > 1 else ""
         if self.device.type != "cuda":  # where others' libraries take memory that nobody can foresee
             return f"Predicted: about {self.total} on {self.device}{who} ({about})"
-        return f"Predicted: at most {self.total} on {self.device}{who} ({about}), {self.phase.seconds:.2g} s a step"
+        limit = "" if self.limit is None else f", limited by {self.limit}"
+        return f"Predicted: at most {self.total} on {self.device}{who} ({about}), {self.phase.seconds:.2g} s a step{limit}"
 
     def outcome(self, monitor: Monitor, seconds: float | None) -> str:
         """Say what was measured."""

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from wandistiller.memory.estimates import Estimate, Item, Phase, by_kind
 from wandistiller.memory.hardware import Hardware
+from wandistiller.memory.step_limit import limit_of
 from wandistiller.plan.planner import Plan
 from wandistiller.plan.ranking import flags, ranking, reasons, seconds_text
 from wandistiller.plan.search import Option
@@ -34,7 +35,7 @@ def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
     console = console or Console(emoji=False)
     console.print(f"Planning {escape(plan.request.command)} for {describe(plan.hardware)}", highlight=False)
     shown = plan.best or plan.asked
-    console.print(_phases(shown.estimate, _title(plan, shown)))
+    console.print(_phases(shown.estimate, _title(plan, shown), plan.hardware))
     if shown.estimate.disk:
         kinds = ", ".join(f"{item.role} {item.kind} {item.size}" for item in shown.estimate.disk)
         console.print(f"On disk: {kinds}", highlight=False)
@@ -72,9 +73,9 @@ def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> st
             "host_memory": int(plan.hardware.host_memory),
             "bus_rate": plan.hardware.bus_rate,
         },
-        "asked": _option(plan.asked),
+        "asked": _option(plan.asked, plan.hardware),
         "fits": plan.best is not None,
-        "plans": [_option(each) for each in plan.ranked[:top]],
+        "plans": [_option(each, plan.hardware) for each in plan.ranked[:top]],
         "losers": [{"changes": dict(each.changes), "why": list(each.lacks)} for each in plan.losers],
         "untried": [{"changes": dict(each.way.changes), "why": each.why} for each in plan.untried],
         "run": plan.command,
@@ -90,7 +91,7 @@ def _title(plan: Plan, shown: Option) -> str:
     return "As asked for" if not shown.changes else f"With {flags(shown)}"
 
 
-def _phases(estimate: Estimate, title: str) -> Table:
+def _phases(estimate: Estimate, title: str, hardware: Hardware) -> Table:
     table = Table(title=title, title_justify="left", caption=_MEANING, caption_justify="left")
     for name in ("phase", "what", "card", "host", "page-locked"):
         table.add_column(name, justify="left" if name in ("phase", "what") else "right")
@@ -101,7 +102,10 @@ def _phases(estimate: Estimate, title: str) -> Table:
             table.add_row(phase.name if number == 0 else "", what, *sizes)
         held = f"in use {phase.peak}, [bold]reserved {phase.reserved}[/bold]"
         exchange = f"; ranks exchange for {seconds_text(phase.exchange)} beside it" if phase.exchange else ""
-        table.add_row("", f"[bold]at most[/bold], {seconds_text(phase.seconds)} a step{exchange}", held, end_section=True)
+        limit = limit_of(phase, hardware)
+        limited = "" if limit is None else f", limited by {limit}"
+        time = f"{seconds_text(phase.seconds)} a step{limited}{exchange}"
+        table.add_row("", f"[bold]at most[/bold], {time}", held, end_section=True)
     return table
 
 
@@ -117,7 +121,7 @@ def _twice(item: Item) -> str:
     return f"{item.at_peak or '-'} ({item.size})"
 
 
-def _option(option: Option) -> dict[str, Any]:
+def _option(option: Option, hardware: Hardware) -> dict[str, Any]:
     return {
         "changes": dict(option.changes),
         "fits": option.fits,
@@ -133,6 +137,7 @@ def _option(option: Option) -> dict[str, Any]:
                 "allocated": int(phase.peak),
                 "reserved": int(phase.reserved),
                 "seconds": _number(phase.seconds),
+                "limited_by": limit_of(phase, hardware),
                 "exchange_seconds": phase.exchange,
                 "items": [
                     {

@@ -65,6 +65,7 @@ def vae_step(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> VaeS
 
 Models = dict[str, nn.Module]
 _few_frames: dict[Hashable, tuple[int, int]] = {}
+_tapes: dict[Hashable, Tape] = {}
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,15 @@ class VaeStep:
         shorter, longer = (self._with_frames(each)._phase(hardware, num_steps) for each in (_SHORTER, _LONGER))
         return replace(extended(shorter, longer, (frames - _SHORTER) / (_LONGER - _SHORTER)), work=self)
 
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the time of a step."""
+        frames = self.shape[0]
+        if frames > _LONGER:
+            shorter, longer = (self._with_frames(each).seconds(hardware) for each in (_SHORTER, _LONGER))
+            return shorter + (longer - shorter) * (frames - _SHORTER) / (_LONGER - _SHORTER)
+        batches = self.config.gradient_accumulation * self.config.training_steps
+        return step_seconds(self._tape, {}, hardware).total * batches
+
     def least(self, hardware: Hardware) -> Least:
         """Return what it takes at least, from one sample of a few frames: the samples of a batch take as much each."""
         frames = min(self.shape[0], _FEW)
@@ -167,14 +177,21 @@ class VaeStep:
         pixels, accumulation = 4 * self.config.batch_size * 3 * math.prod(self.shape), self.config.gradient_accumulation
         stage.scene.hold("", "batch", [pixels] * accumulation)
         stage.scene.hold("vae", "pictures for the critic", [pixels] * (accumulation - 1 if self.config.gan_training else 0))
-        tape = self._record(models)
+        tape = self._tape
         if accumulation > 1:
             stage.scene.hold("vae", "added gradients", [each.nbytes for each in models["vae"].parameters()])
             tape = tape.with_added_gradients()
         for _ in range(2):
             stage.scene.drop(stage.play_tape("vae", tape))
-        seconds = step_seconds(tape, {}, hardware).total * accumulation * self.config.training_steps
-        return replace(stage.finished(seconds, num_steps), work=self)
+        return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
+
+    @property
+    def _tape(self) -> Tape:
+        """A step's, written down once for all that are alike."""
+        key = repr(self)
+        if key not in _tapes:
+            _tapes[key] = self._record(self.build())
+        return _tapes[key]
 
     def _record(self, models: Models) -> Tape:
         seeds = torch.arange(self.config.batch_size)
