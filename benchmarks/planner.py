@@ -37,7 +37,7 @@ from wandistiller.cli.main import let_segments_grow
 from wandistiller.memory.allocator_model import expandable_segments
 from wandistiller.memory.estimates import fits_host, margin
 from wandistiller.memory.hardware import H200, Hardware, detect
-from wandistiller.memory.rates import ColdCopies, Launches, elementwise_rate, matmul_rate, synchronise, update_rate
+from wandistiller.memory.rates import Launches, elementwise_rate, matmul_rate, synchronise, update_rate
 from wandistiller.memory.raw_reads import read_rate
 from wandistiller.memory.step_limit import limit_of
 from wandistiller.memory.works import Passes, Training
@@ -47,7 +47,6 @@ from wandistiller.units import Bytes
 GIB = 2**30
 _CPU = torch.device("cpu")
 _FIELDS = {
-    "pageable": "pageable",
     "disk": "disk_rate",
     "updates": "host_rate",
     "flops": "host_flops",
@@ -126,7 +125,6 @@ def is_near(measured: float, predicted: float) -> bool:
 def rates_of(hardware: Hardware) -> dict[str, float]:
     return {
         "bus_gb_per_second": hardware.bus_rate / 1e9,
-        "pageable_gb_per_second": hardware.pageable_rate / 1e9,
         "disk_gb_per_second": hardware.disk_rate / 1e9,
         "host_gb_per_second": hardware.update_rate / 1e9,
         "host_tflops": hardware.host_flops / 1e12,
@@ -227,10 +225,6 @@ class Beside:
             self._launches()
             for _ in range(10):
                 self._time("launches", self._launches)
-        if self._is_spread:
-            copies = ColdCopies(self._device)  # gone before the next step
-            for _ in range(32):
-                self._time("pageable", copies)
         if files:
             time.sleep(1)  # the first blocks of the next step are read
             self._rates["disk"].append(read_rate(files, at_most=2**33, seconds=4))
@@ -238,10 +232,6 @@ class Beside:
     @property
     def _is_on_cpu(self) -> bool:
         return isinstance(self._work, Passes) and self._work.placing.name == "cpu"
-
-    @property
-    def _is_spread(self) -> bool:
-        return isinstance(self._work, Passes) and self._work.placing.is_spread
 
     @property
     def _updates_on_host(self) -> bool:
@@ -334,7 +324,7 @@ def main() -> None:
     if device.type == "cuda":
         hardware = detect()
         # Measured here once: those that predict beside each other would measure each other's work.
-        hardware = replace(hardware, disk_rate=disk_rate(), pageable=hardware.pageable_rate, host_rate=hardware.update_rate)
+        hardware = replace(hardware, disk_rate=disk_rate(), host_rate=hardware.update_rate)
     kinds = KINDS | {"untried": partial(untried, arguments.seed, arguments.untried)}
     works = [
         (kind, name, found)

@@ -328,16 +328,26 @@ def test_sampling_by_placement(tmp_path, placement):
 
 
 @pytest.mark.parametrize("placement", ["balanced", "sequential", "custom"])
-def test_a_device_map_puts_blocks_on_the_card(state, placement):
+def test_a_device_map_puts_blocks_on_the_card(state, inputs, placement):
     half = {"": "cpu", **{f"blocks.{index}": 0 for index in range(3)}}
     options = {"map": half} if placement == "custom" else {"max_memory": {0: 200 * 2**20, "cpu": 2**34}}
     model = build_empty(TRANSFORMER, CONFIG, dtype=torch.bfloat16)
-    before = torch.cuda.memory_allocated()
+    before, locked_before = torch.cuda.memory_allocated(), page_locked_bytes()
     subject = Subject(model=model, blocks=list(model.blocks), read=state.__getitem__)
-    predicted = find_placement(placement, **options).attach(subject, CUDA).footprint
+    placed = find_placement(placement, **options).attach(subject, CUDA)
+    predicted = placed.footprint
     found = torch.cuda.memory_allocated() - before
     assert 3 * 2**25 < predicted.device <= found < predicted.device + 2**20
     assert next(model.blocks[0].parameters()).is_cuda
+    assert page_locked_bytes() - locked_before == predicted.page_locked > 2 * 2**25
+    with torch.no_grad():
+        resident = make(state)
+        torch.testing.assert_close(model(*inputs, return_dict=False)[0], resident(*inputs, return_dict=False)[0])
+    placed.detach()
+    del placed
+    gc.collect()
+    assert page_locked_bytes() == locked_before
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("config", [WAN21_VAE, WAN22_VAE], ids=["wan2.1", "wan2.2"])

@@ -2,7 +2,8 @@
 
 ``balanced`` spreads the blocks evenly over the GPUs, ``sequential`` fills one after the other, ``custom`` takes a map from a
 file. A map names modules, flat (``"blocks.0": "cpu"``) or nested (``[blocks] 0 = "cpu"``), and says for each a GPU's number,
-``cpu`` or ``disk``. What is wrong with a map is said before anything is loaded.
+``cpu`` or ``disk``. What is wrong with a map is said before anything is loaded. What is on the CPU visits the GPU when its turn
+comes, from page-locked memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import tomllib
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 
 from wandistiller.config.values import without_repeats
 from wandistiller.errors import UsageError, nearest, shortened
-from wandistiller.memory.layout import bind, named_tensors
+from wandistiller.memory.host import HostBudget, allocate_host, whole_pages
+from wandistiller.memory.layout import BlockLayout, bind, lay_out, named_tensors
 from wandistiller.memory.placement import Footprint, Placed, Placement, Subject, register_placement
 from wandistiller.units import Bytes
 
@@ -58,7 +60,8 @@ class ByDeviceMap(Placement):
             dispatch_model(subject.model, device_map, main, on_host or None, offload_index=index, force_hooks=True)
         for name, place in _split_modules(subject.model, device_map).items():
             add_hook_to_module(subject.model.get_submodule(name), AlignDevicesHook(_computing(place, main)))
-        return Placed(footprint, lambda: _undo(subject))
+        locked = frozenset(on_host) if _visits_a_card(device_map) else frozenset()
+        return Placed(footprint, lambda: _undo(subject, locked))
 
 
 @register_placement("balanced")
@@ -288,16 +291,25 @@ def _unsplit(subject: Subject) -> list[str]:
 def shares(subject: Subject, device_map: DeviceMap) -> dict[str, list[int]]:
     """Return the bytes of each tensor, by the device that it is put on."""
     found: dict[str, list[int]] = {}
+    for _, tensor, place in _places(subject, device_map):
+        found.setdefault(_device_name(place), []).append(tensor.numel() * tensor.dtype.itemsize)
+    return found
+
+
+def _places(subject: Subject, device_map: DeviceMap) -> Iterator[tuple[str, Tensor, str | int]]:
+    """Yield every tensor with the place where it really is."""
     main = _main_device(device_map)
     for name, tensor in named_tensors(subject.model):
         place = _device_of(name, device_map)
         if not isinstance(tensor, nn.Parameter):
             place = _computing(place, main)  # accelerate keeps buffers where they compute
         elif place == "disk" and (subject.locate is None or subject.locate(name) is None):
-            place = "cpu"
-        key = f"cuda:{place}" if isinstance(place, int) else place or "cpu"
-        found.setdefault(key, []).append(tensor.numel() * tensor.dtype.itemsize)
-    return found
+            place = "cpu"  # it has to be converted, so it is read once and kept
+        yield name, tensor, "cpu" if place is None else place
+
+
+def _device_name(place: str | int) -> str:
+    return f"cuda:{place}" if isinstance(place, int) else place
 
 
 def foreseen_map(name: str, subject: Subject, cards: Mapping[int | str, int], file: Path | None = None) -> DeviceMap:
@@ -316,34 +328,68 @@ def foreseen_map(name: str, subject: Subject, cards: Mapping[int | str, int], fi
 def _footprint(subject: Subject, device_map: DeviceMap) -> Footprint:
     totals = {place: sum(sizes) for place, sizes in shares(subject, device_map).items()}
     host, disk = totals.pop("cpu", 0), totals.pop("disk", 0)
-    return Footprint(devices={name: Bytes(size) for name, size in totals.items()}, host=Bytes(host), disk=Bytes(disk))
+    locked = 0
+    if _visits_a_card(device_map):
+        on_host = [(name, tensor) for name, tensor, place in _places(subject, device_map) if place == "cpu"]
+        host, locked = 0, sum(whole_pages(layout.num_bytes) for layout in _by_block(subject, on_host))
+    devices = {name: Bytes(size) for name, size in totals.items()}
+    return Footprint(devices=devices, host=Bytes(host), page_locked=Bytes(locked), disk=Bytes(disk))
+
+
+def _visits_a_card(device_map: DeviceMap) -> bool:
+    """Say whether what is in host memory computes on a card."""
+    return torch.device(_device_name(_main_device(device_map))).type == "cuda"
+
+
+def _by_block(subject: Subject, tensors: Sequence[tuple[str, Tensor]]) -> list[BlockLayout]:
+    """Lay tensors out block by block, and what is in none together."""
+    owners = {id(tensor): number for number, block in enumerate(subject.blocks) for _, tensor in named_tensors(block)}
+    groups: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        groups.setdefault(owners.get(id(tensor), -1), []).append((name, tensor))
+    return [lay_out(group) for group in groups.values()]
 
 
 def _load(subject: Subject, device_map: DeviceMap) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
     """Give meta tensors their values where they belong; return what accelerate brings from host memory and from disk."""
-    on_host: dict[str, Tensor] = {}
+    on_host: list[tuple[str, Tensor]] = []
     on_disk: dict[str, dict[str, str]] = {}
-    for name, tensor in named_tensors(subject.model):
-        place = _device_of(name, device_map)
-        if place == "disk" and not isinstance(tensor, nn.Parameter):
-            place = "cpu"  # accelerate keeps buffers where they compute
-        if place == "disk":
+    for name, tensor, place in _places(subject, device_map):
+        if _device_of(name, device_map) == "disk" and isinstance(tensor, nn.Parameter):
             if not tensor.is_meta or subject.read is None:
                 raise UsageError("Only a model that is not loaded yet can have parts on disk.", fix="Point to its files.")
             entry = subject.locate(name) if subject.locate is not None else None
-            if entry is None:  # it has to be converted, so it is read once and kept
-                on_host[name] = subject.read(name)
-            else:
+            if entry is not None:
                 on_disk[name] = {"safetensors_file": str(entry.file), "weight_name": entry.name}
-        elif tensor.is_meta:
-            assert subject.read is not None
-            bind(tensor, subject.read(name).to("cpu" if place == "cpu" else torch.device(place)))
         if place == "cpu":
-            on_host[name] = tensor.data
-    return on_host, on_disk
+            on_host.append((name, tensor))
+        elif place != "disk" and tensor.is_meta:
+            assert subject.read is not None
+            bind(tensor, subject.read(name).to(torch.device(_device_name(place))))
+    device = torch.device(_device_name(_main_device(device_map)))
+    return _kept_on_host(subject, on_host, device), on_disk
 
 
-def _undo(subject: Subject) -> None:
+def _kept_on_host(subject: Subject, tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    """Give tensors their values in host memory, page-locked if they visit a card: from there they come at the bus's speed."""
+    found: dict[str, Tensor] = {}
+    budget = HostBudget()
+    for layout in _by_block(subject, tensors):
+        flat = allocate_host(layout.num_bytes, device, budget) if device.type == "cuda" else None
+        for member in layout.members:
+            value = member.tensor.data
+            if value.is_meta:
+                assert subject.read is not None
+                value = subject.read(member.name)
+            if flat is not None:
+                value = member.view(flat).copy_(value)
+            bind(member.tensor, value)
+            found[member.name] = value
+    return found
+
+
+def _undo(subject: Subject, locked: frozenset[str]) -> None:
+    """Take the hooks away; what is ``locked`` goes into ordinary memory, and so does what is on a card."""
     remove_hook_from_submodules(subject.model)
     for module in subject.model.modules():  # it leaves the class's own forward behind as an attribute
         if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
@@ -355,4 +401,4 @@ def _undo(subject: Subject) -> None:
             assert subject.read is not None
             bind(tensor, subject.read(name))
         else:
-            tensor.data = tensor.data.cpu()
+            tensor.data = tensor.data.clone() if name in locked else tensor.data.cpu()

@@ -65,8 +65,6 @@ class Hardware:
     host_memory: Bytes
     bus_rate: float = 25e9
     """Bytes a second from page-locked host memory to a card, and back at the same time."""
-    pageable: float | None = 6e9
-    """The same from other host memory, as device maps keep weights in; None to measure it here, where one is asked about."""
     disk_rate: float = 2e9
     host_rate: float | None = 40e9
     """Bytes a second that an optimiser in host memory reads and writes; None to measure it here, where one is asked about."""
@@ -78,13 +76,6 @@ class Hardware:
     """Bytes a second that the CPU's other computations read and write."""
     network_rate: float = 10e9
     """Bytes a second between machines, for each card."""
-
-    @property
-    def pageable_rate(self) -> float:
-        """Bytes a second from host memory that is not page-locked."""
-        from wandistiller.memory.rates import pageable_rate
-
-        return pageable_rate(torch.device("cuda")) if self.pageable is None else self.pageable
 
     @property
     def update_rate(self) -> float:
@@ -224,7 +215,6 @@ def detect(*, measures: bool = True) -> Hardware:
         free=Bytes(memory.free + memory.reserved),
         host_memory=host,
         bus_rate=copy_rate(device) if measures else 25e9,
-        pageable=None if measures else 6e9,
         host_rate=host_rate,
         **cpu,
     )

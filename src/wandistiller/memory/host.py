@@ -29,6 +29,11 @@ def page_locked_bytes() -> Bytes:
     return Bytes(_page_locked)
 
 
+def whole_pages(num_bytes: int) -> int:
+    """Return what memory of this many bytes takes, which is page by page."""
+    return -(-num_bytes // _PAGE) * _PAGE
+
+
 @dataclass
 class HostBudget:
     """How much may be page-locked; counts down as memory is taken."""
@@ -59,7 +64,7 @@ def allocate_host(num_bytes: int, device: torch.device, budget: HostBudget | Non
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     budget = budget or HostBudget()
-    size = max(-(-num_bytes // _PAGE) * _PAGE, _PAGE)
+    size = max(whole_pages(num_bytes), _PAGE)
     pages = mmap.mmap(-1, size)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
     if budget.take(size):

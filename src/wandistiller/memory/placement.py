@@ -7,7 +7,6 @@ holds the whole model, not even while loading. Variants register themselves by n
 
 from __future__ import annotations
 
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_map
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory.block_store import QuantisedStore
 from wandistiller.memory.block_stream import BlockStream
-from wandistiller.memory.host import HostBudget
+from wandistiller.memory.host import HostBudget, whole_pages
 from wandistiller.memory.layout import BlockLayout, align, bind, lay_out, named_tensors, travelling
 from wandistiller.memory.monitor import device_memory
 from wandistiller.memory.residents import spread_evenly
@@ -188,7 +187,7 @@ class Streamed(Placement):
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
         plan = StreamPlan(subject, self.num_slots, self._resident, self.quantise, self.train)
-        host = sum(_pages(plan.stored_bytes(layout)) for layout in plan.layouts)
+        host = sum(whole_pages(plan.stored_bytes(layout)) for layout in plan.layouts)
         if self._is_shared(subject):
             host = -(-host // ranks_here())  # this rank's part of what is there once
         locked = host if device.type == "cuda" else 0
@@ -237,7 +236,7 @@ class FromDisk(Placement):
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
         plan = StreamPlan(subject, self.num_slots, self.resident, quantise=False)
-        buffers = 4 * _pages(max((layout.num_bytes for layout in plan.layouts), default=0))
+        buffers = 4 * whole_pages(max((layout.num_bytes for layout in plan.layouts), default=0))
         locked = buffers if device.type == "cuda" else 0
         return Footprint(
             devices={str(device): Bytes(plan.device_bytes)},
@@ -354,7 +353,3 @@ def _total(tensors: Sequence[tuple[str, Tensor]]) -> int:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -15,8 +14,6 @@ from wandistiller.memory.host_adamw import UPDATE_TRAFFIC, AdamW
 from wandistiller.memory.host_threads import PIECE, HostThreads
 
 COPY_BYTES = 64 * 2**20
-_MATRIX_BYTES, _FAR_APART = 2**25, 32
-"""One of Wan's, in which the beginning of a copy counts; and how many are more than a server's caches hold."""
 _LONG_PRODUCT = 5e-3
 """Seconds from which a product is long enough to time."""
 
@@ -26,24 +23,6 @@ def copy_rate(device: torch.device, *, page_locked: bool = True, num_bytes: int 
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=page_locked and device.type == "cuda")
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     return num_bytes / _seconds(lambda: target.copy_(source, non_blocking=page_locked), device)
-
-
-class ColdCopies:
-    """Copies of matrices that are neither page-locked nor in the CPU's caches, as weights are when their turn comes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._target = torch.empty(_MATRIX_BYTES, dtype=torch.uint8, device=device)
-        self._sources = itertools.cycle(torch.ones(_FAR_APART, _MATRIX_BYTES, dtype=torch.uint8))
-
-    def __call__(self) -> int:
-        """Make one; return its bytes."""
-        return self._target.copy_(next(self._sources)).nbytes
-
-
-@functools.cache
-def pageable_rate(device: torch.device) -> float:
-    """Return the bytes a second of such copies."""
-    return _MATRIX_BYTES / _undisturbed_seconds(ColdCopies(device), device)
 
 
 @functools.cache

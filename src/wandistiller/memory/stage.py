@@ -157,7 +157,7 @@ class Stage:
         self.scene.hold(use.name, "weights", own)
         layers = (sum(each.nbytes for each in module.parameters(recurse=False)) for module in use.model.modules())
         self.scene.hold(use.name, "slots", [max(layers)] if elsewhere else [])
-        self.add(use.name, "weights", "host", sum(found.get("cpu", [])))
+        self.add(use.name, "weights", "page-locked", sum(found.get("cpu", [])))
 
     def stream(self, role: str, plan: StreamPlan, footprint: Footprint, *, is_shared: bool = False) -> None:
         """Let a model's blocks visit the device."""

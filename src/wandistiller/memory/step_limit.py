@@ -51,7 +51,7 @@ def _fields(*names: str) -> Callable[[Hardware], Hardware]:
 _PARTS: dict[str, Callable[[Hardware], Hardware]] = {
     "the card": _card,
     "the host, which launches kernels": _launches,
-    "the bus": _fields("bus_rate", "pageable"),
+    "the bus": _fields("bus_rate"),
     "the disk": _fields("disk_rate"),
     "updates in host memory": _fields("host_rate"),
     "the CPU": _fields("host_flops", "host_attention", "host_bandwidth"),

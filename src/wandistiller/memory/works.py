@@ -57,7 +57,7 @@ def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardw
         # One card after the other computes; what is on the host is copied there when its turn comes, beside nothing.
         found = placing.spread(use, hardware)
         in_memory, on_disk = found.get("cpu", []), found.get("disk", [])
-        brought = sum(in_memory) / hardware.pageable_rate + sum(on_disk) / hardware.disk_rate
+        brought = sum(in_memory) / hardware.bus_rate + sum(on_disk) / hardware.disk_rate
         visits = len(in_memory + on_disk) * _VISIT_LAUNCHES * hardware.card.launch_seconds
         return replace(seconds, forward=seconds.forward + brought + visits)
     if not placing.is_streamed:

@@ -8,9 +8,10 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 
 from wandistiller.errors import UsageError
-from wandistiller.memory import auto
+from wandistiller.memory import auto, device_map
 from wandistiller.memory.device_map import check_device_map, read_device_map, shares, with_the_rest, without_overlaps
 from wandistiller.memory.estimates import HOST_SHARE, margin
+from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.placements import PLACEMENTS, find_placement
 from wandistiller.models.load import load_model
@@ -264,6 +265,33 @@ def test_the_bytes_of_a_device_map(checkpoint):
     as_stored = [p for p in subject.blocks[1].parameters() if p.dtype == torch.bfloat16]
     assert found.disk == sum(p.numel() * p.element_size() for p in as_stored)
     assert found.host + found.disk == find_placement("gpu").predict(subject, CPU).device
+
+
+def test_what_visits_a_card_is_page_locked_block_by_block(checkpoint, monkeypatch):
+    """As nothing can be page-locked without a card, memory that is not stands for it; where it goes is what counts."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    subject, content = empty(checkpoint), {"": "cpu", "blocks.0": 0}
+    predicted = find_placement("custom", map=content).predict(subject, torch.device("cuda", 0))
+    on_host = [(name, each) for name, each in named_tensors(subject.model) if isinstance(each, nn.Parameter)]
+    on_host = [(name, each) for name, each in on_host if "." in name and not name.startswith("blocks.0.")]
+    sizes = {name: each.numel() * each.dtype.itemsize for name, each in on_host}
+    assert predicted.host == 0 and 0 <= predicted.page_locked - sum(sizes.values()) < len(on_host) * 256 + 5 * 4096
+    flats = []
+    monkeypatch.setattr(
+        device_map, "allocate_host", lambda size, *_: flats.append(torch.empty(size, dtype=torch.uint8)) or flats[-1]
+    )
+    found = device_map._kept_on_host(subject, on_host, torch.device("cuda", 0))
+    assert len(flats) == len(subject.blocks)  # all but one, and what is in none
+    assert predicted.page_locked == sum(-(-flat.numel() // 4096) * 4096 for flat in flats)
+    storages = {flat.untyped_storage().data_ptr() for flat in flats}
+    state = load_model(checkpoint, dtype=torch.bfloat16).state_dict()
+    assert found.keys() == sizes.keys()
+    for name, value in found.items():
+        assert torch.equal(value, state[name]) and value.untyped_storage().data_ptr() in storages
+        assert torch.equal(subject.model.get_parameter(name), state[name])
+    device_map._undo(subject, frozenset(found))
+    ours = {subject.model.get_parameter(name).untyped_storage().data_ptr() for name in found}
+    assert not ours & storages
 
 
 def test_buffers_are_where_their_module_computes(checkpoint):
