@@ -6,8 +6,8 @@ python benchmarks/planner.py --predict FILE      beforehand, for an H200, on any
 python benchmarks/planner.py --against FILE      on the card, which then does not wait for predictions
 
 Otherwise the predictions are made first. The bounds: what is reserved within 3 % or 300 MiB of the prediction, whichever is
-larger; a step's time within 15 %. On a host that others use, times are also predicted with the rates that it had beside each
-trial, which are measured between the trial's steps.
+larger; a step's time within 15 %. A run measures the host and the disk when it begins and says its prediction then: times are
+predicted with the rates just before each trial, and, on a host that others use, also with those between the trial's steps.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,8 @@ _FIELDS = {
     "values": "host_bandwidth",
 }
 """What is measured beside a trial, and where a machine has it."""
+_MOMENTS = {"before": "", "beside": "_beside"}
+"""When a machine's rates are measured, and how the names of the times end that are predicted with them."""
 _VERDICTS = ("memory_within", "time_within", "time_within_beside")
 Named = tuple[str, str, Work]
 """A kind, a name, and what it is."""
@@ -163,14 +166,17 @@ class Results:
         )
         self._write()
 
-    def judge_times(self, hardware: Sequence[Hardware], seconds: Sequence[float]) -> None:
-        """Take up what is predicted with the rates that the host and the disk had beside each trial."""
-        for row, machine, predicted in zip(self._rows, hardware, seconds, strict=True):
-            row["beside"] = rates_of(machine)
-            row["predicted_seconds_beside"] = predicted
-            row["is_time_within_beside"] = is_near(row["measured_seconds"], predicted)
+    def judge_times(self, moments: dict[str, list[Hardware]], predictions: dict[str, list[Predicted]]) -> None:
+        """Take up what is predicted with the rates that the machine had before each trial and beside it."""
+        for index, row in enumerate(self._rows):
+            for moment, end in _MOMENTS.items():
+                said = predictions[moment][index]
+                row[moment] = rates_of(moments[moment][index])
+                row[f"predicted_seconds{end}"] = said.seconds
+                row[f"is_time_within{end}"] = is_near(row["measured_seconds"], said.seconds)
+            row["limited_by"] = predictions["before"][index].limit
             if not row["is_time_within_beside"] or not row["is_time_within"]:
-                was = f"{row['predicted_seconds']:.3f}, with the rates beside it {predicted:.3f}"
+                was = f"{row['predicted_seconds']:.3f}, with the rates beside it {row['predicted_seconds_beside']:.3f}"
                 print(f"{row['job']:8} {row['what']:52} predicted {was}, measured {row['measured_seconds']:.3f} s", flush=True)
         self._write()
 
@@ -203,8 +209,8 @@ class Results:
         return "\n".join(lines)
 
 
-class Beside:
-    """A machine's rates while something is tried on it: what others do on its host and disk changes them all the time."""
+class Moment:
+    """A machine's rates when something is tried on it: what others do on its host and disk changes them all the time."""
 
     def __init__(self, work: Work, hardware: Hardware, device: torch.device, launches: Launches) -> None:
         self._work = work
@@ -245,7 +251,7 @@ class Beside:
         self._rates[name].append(amount / (time.perf_counter() - start))
 
     def hardware(self) -> Hardware:
-        """Return the machine as it was meanwhile; call it when the trial is over."""
+        """Return the machine as it was then, when nothing else goes on."""
         if self._updates_on_host:
             update_rate.cache_clear()
             self._rates["updates"].append(update_rate())
@@ -262,7 +268,8 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
     name_of_kinds = f"-untried-{arguments.seed}" if arguments.untried else chosen
     results = Results(arguments.output / f"planner{name_of_kinds}.json", device, hardware)
     started = time.perf_counter()
-    launches, tried = Launches(device), list[tuple[Work, Hardware]]()
+    launches, tried = Launches(device), list[Work]()
+    moments: dict[str, list[Hardware]] = {moment: [] for moment in _MOMENTS}
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
         predictions = [
             read_beforehand(arguments.against, *work) or pool.submit(predict, work[2], hardware).result for work in works
@@ -275,7 +282,10 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
             if is_late or said.seconds > arguments.longest or not fits_host(said.page_locked, hardware):
                 results.leave_out(kind, name)
                 continue
-            beside = Beside(work, hardware, device, launches)
+            before, beside = (Moment(work, hardware, device, launches) for _ in _MOMENTS)
+            with files_to_read(work) as files:
+                before.look(files)
+            as_it_began = before.hardware()
             try:
                 measured = try_out(work, device, num_steps=3, between=beside.look)
             except Exception as error:  # noqa: BLE001 - the others are still worth measuring
@@ -283,20 +293,31 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
                 continue
             torch._dynamo.reset()
             results.add(row_of(kind, name, said, measured), time.perf_counter() - begun)
-            tried.append((work, beside.hardware()))
-        again = pool.map(predict, *zip(*tried, strict=True)) if tried else ()
-        results.judge_times([machine for _, machine in tried], [each.seconds for each in again])
+            tried.append(work)
+            moments["before"].append(as_it_began)
+            moments["beside"].append(beside.hardware())
+        again = {moment: pool.map(predict, tried, machines) for moment, machines in moments.items()}
+        results.judge_times(moments, {moment: list(found) for moment, found in again.items()})
     return results
 
 
-def disk_rate() -> float:
-    """Return the bytes a second of the disk that trials write to."""
+@contextmanager
+def files_to_read(work: Work | None = None) -> Iterator[list[Path]]:
+    """Give a file on the disk that trials write to; none for work that does not stream from it."""
+    if work is not None and not (isinstance(work, Passes | Training) and work.placing.name == "disk"):
+        yield []
+        return
     with tempfile.NamedTemporaryFile() as file:
         for _ in range(64):
             file.write(os.urandom(2**24))
         file.flush()
         os.fsync(file.fileno())
-        return read_rate([Path(file.name)])
+        yield [Path(file.name)]
+
+
+def disk_rate() -> float:
+    with files_to_read() as files:
+        return read_rate(files)
 
 
 def main() -> None:

@@ -9,12 +9,13 @@ from torch import nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.auto import choose
-from wandistiller.memory.durations import Seconds, step_seconds, streamed, updated_on_host
+from wandistiller.memory.durations import step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import HOST_SHARE, Item, Phase, Where, most_that_fits
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.host_adamw import UPDATE_TRAFFIC
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
+from wandistiller.memory.placed_durations import forward_seconds, gathered_seconds, placed_seconds
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.scene import Scene
 from wandistiller.memory.stage import Placing, Stage
@@ -31,39 +32,6 @@ _MASTER_TRAFFIC = 12
 """Gradients of 16 bits made 32, and weights of 32 bits made 16."""
 _AVERAGE_TRAFFIC = 12
 """Average and weight read, average written."""
-_VISIT_LAUNCHES = 6
-"""What accelerate's hooks do on the host for each tensor that visits a card, as kernels that could be launched meanwhile:
-0.11 ms where one takes 18 us, for tensors so small that copying them takes no time."""
-
-
-def forward_seconds(use: Use, placing: Placing, hardware: Hardware) -> float:
-    """Return the time of one pass of a frozen transformer."""
-    seconds = step_seconds(use.tape, use.repeats, hardware, is_compiled=use.is_compiled)
-    return placed_seconds(seconds, use, placing, hardware).total
-
-
-def gathered_seconds(use: Use, slices: int, hardware: Hardware) -> float:
-    """Return the time in which ranks bring a frozen transformer's slices together for one pass, beside the computation."""
-    is_within = slices <= max(hardware.num_cards, 1)
-    weights = sum(each.nbytes for each in use.model.parameters())
-    return weights * (slices - 1) / slices / (hardware.link_rate if is_within else hardware.network_rate)
-
-
-def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardware) -> Seconds:
-    """Return the time of a step with the weights where they live."""
-    if hardware.card is not None and placing.computes_on_host(use, hardware):
-        return step_seconds(use.tape, use.repeats, replace(hardware, card=None))
-    if placing.is_spread and hardware.card is not None:
-        # One card after the other computes; what is on the host is copied there when its turn comes, beside nothing.
-        found = placing.spread(use, hardware)
-        in_memory, on_disk = found.get("cpu", []), found.get("disk", [])
-        brought = sum(in_memory) / hardware.bus_rate + sum(on_disk) / hardware.disk_rate
-        visits = len(in_memory + on_disk) * _VISIT_LAUNCHES * hardware.card.launch_seconds
-        return replace(seconds, forward=seconds.forward + brought + visits)
-    if not placing.is_streamed:
-        return seconds
-    rate = hardware.bus_rate if placing.name == "offload" else min(hardware.disk_rate, hardware.bus_rate)
-    return streamed(seconds, placing.plan(use).moved_bytes, rate)
 
 
 def foreseen_placing(use: Use, on_device: Phase, hardware: Hardware) -> Placing:
