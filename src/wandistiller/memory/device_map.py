@@ -47,20 +47,25 @@ class ByDeviceMap(Placement):
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
         return _footprint(subject, without_overlaps(subject.model, self.device_map(subject)))
 
+    @torch.inference_mode(False)  # weights that are made here may be trained, or kept for backward, later
     def attach(self, subject: Subject, device: torch.device) -> Placed:
         device_map = self.device_map(subject)
         check_device_map(device_map, subject.model)
         device_map = without_overlaps(subject.model, device_map)
         footprint = _footprint(subject, device_map)
-        on_host, on_disk = _load(subject, device_map)
-        # An index that is empty is one too: all of what is on disk has to be converted, and is in host memory.
-        index = on_disk if "disk" in device_map.values() else None
-        main = _main_device(device_map)
-        with _quietly():
-            dispatch_model(subject.model, device_map, main, on_host or None, offload_index=index, force_hooks=True)
-        for name, place in _split_modules(subject.model, device_map).items():
-            add_hook_to_module(subject.model.get_submodule(name), AlignDevicesHook(_computing(place, main)))
-        locked = frozenset(on_host) if _visits_a_card(device_map) else frozenset()
+        locked = set[int]()
+        try:
+            on_host, on_disk = _load(subject, device_map, locked)
+            # An index that is empty is one too: all of what is on disk has to be converted, and is in host memory.
+            index = on_disk if "disk" in device_map.values() else None
+            main = _main_device(device_map)
+            with _quietly():
+                dispatch_model(subject.model, device_map, main, on_host or None, offload_index=index, force_hooks=True)
+            for name, place in _split_modules(subject.model, device_map).items():
+                add_hook_to_module(subject.model.get_submodule(name), AlignDevicesHook(_computing(place, main)))
+        except BaseException:
+            _undo(subject, locked, reads=False)
+            raise
         return Placed(footprint, lambda: _undo(subject, locked))
 
 
@@ -181,16 +186,18 @@ def _check_splits(device_map: DeviceMap, model: nn.Module) -> None:
 
 
 def _check_shared(device_map: DeviceMap, model: nn.Module) -> None:
-    """Raise ``UsageError`` for a tensor that several modules have and that is on disk for one of them."""
+    """Raise ``UsageError`` for a tensor that several modules have and that visits a card, or is read, for one of them."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
+    passing = _ELSEWHERE if _visits_a_card(device_map) else ("disk",)
     for together in names.values():
-        if len(together) > 1 and any(_device_of(name, device_map) == "disk" for name in together):
+        place = next((place for name in together if (place := _device_of(name, device_map)) in passing), None)
+        if len(together) > 1 and place is not None:
             raise UsageError(
-                f"The device map puts a tensor on disk that {' and '.join(together)} have in common.",
-                why="it would be read for one of them and be missing for the other.",
-                fix="Put their modules on cpu or a GPU.",
+                f"The device map puts a tensor on {place} that {' and '.join(together)} have in common.",
+                why="it would be brought for one of them and be missing for the other.",
+                fix="Put their modules on a GPU.",
             )
 
 
@@ -350,8 +357,11 @@ def _by_block(subject: Subject, tensors: Sequence[tuple[str, Tensor]]) -> list[B
     return [lay_out(group) for group in groups.values()]
 
 
-def _load(subject: Subject, device_map: DeviceMap) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
-    """Give meta tensors their values where they belong; return what accelerate brings from host memory and from disk."""
+def _load(subject: Subject, device_map: DeviceMap, locked: set[int]) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
+    """Give meta tensors their values where they belong; return what accelerate brings from host memory and from disk.
+
+    ``locked`` gets the addresses of memory that is page-locked for it.
+    """
     on_host: list[tuple[str, Tensor]] = []
     on_disk: dict[str, dict[str, str]] = {}
     for name, tensor, place in _places(subject, device_map):
@@ -367,15 +377,19 @@ def _load(subject: Subject, device_map: DeviceMap) -> tuple[dict[str, Tensor], d
             assert subject.read is not None
             bind(tensor, subject.read(name).to(torch.device(_device_name(place))))
     device = torch.device(_device_name(_main_device(device_map)))
-    return _kept_on_host(subject, on_host, device), on_disk
+    return _kept_on_host(subject, on_host, device, locked), on_disk
 
 
-def _kept_on_host(subject: Subject, tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+def _kept_on_host(
+    subject: Subject, tensors: Sequence[tuple[str, Tensor]], device: torch.device, locked: set[int]
+) -> dict[str, Tensor]:
     """Give tensors their values in host memory, page-locked if they visit a card: from there they come at the bus's speed."""
     found: dict[str, Tensor] = {}
     budget = HostBudget()
     for layout in _by_block(subject, tensors):
         flat = allocate_host(layout.num_bytes, device, budget) if device.type == "cuda" else None
+        if flat is not None:
+            locked.add(flat.untyped_storage().data_ptr())
         for member in layout.members:
             value = member.tensor.data
             if value.is_meta:
@@ -388,8 +402,12 @@ def _kept_on_host(subject: Subject, tensors: Sequence[tuple[str, Tensor]], devic
     return found
 
 
-def _undo(subject: Subject, locked: frozenset[str]) -> None:
-    """Take the hooks away; what is ``locked`` goes into ordinary memory, and so does what is on a card."""
+@torch.inference_mode(False)
+def _undo(subject: Subject, locked: set[int], *, reads: bool = True) -> None:
+    """Take the hooks away; what is in ``locked`` memory goes into ordinary memory, and so does what is on a card.
+
+    What has no values gets them from its files, if it ``reads``.
+    """
     remove_hook_from_submodules(subject.model)
     for module in subject.model.modules():  # it leaves the class's own forward behind as an attribute
         if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
@@ -397,8 +415,9 @@ def _undo(subject: Subject, locked: frozenset[str]) -> None:
     for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron", "hf_device_map"):
         subject.model.__dict__.pop(attribute, None)
     for name, tensor in named_tensors(subject.model):
-        if tensor.is_meta:
+        if not tensor.is_meta:
+            is_locked = tensor.untyped_storage().data_ptr() in locked
+            tensor.data = tensor.data.clone() if is_locked else tensor.data.cpu()
+        elif reads:
             assert subject.read is not None
             bind(tensor, subject.read(name))
-        else:
-            tensor.data = tensor.data.clone() if name in locked else tensor.data.cpu()

@@ -111,6 +111,7 @@ class Forecast:
                 "bytes": int(self.total),
                 "in_use": int(self.base + self.phase.peak),
                 "seconds_per_step": self.phase.seconds if self.device.type == "cuda" else None,
+                "limited_by": self.limit,
                 "items": [
                     {"role": item.role, "kind": item.kind, "where": item.where, "bytes": int(item.size)}
                     for item in self.phase.items

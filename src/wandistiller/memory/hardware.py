@@ -41,7 +41,8 @@ class Card:
     """Bytes a second to the next card of the machine, each way: over the bus, or over links of their own."""
     launch_seconds: float = 18e-6
     """Time of the host for one kernel that Python asks for; measured where the card is."""
-    is_measured: bool = False
+    rates_of: str = "its published figures"
+    """Where its speed is from, unless it was measured."""
 
     @property
     def usable(self) -> Bytes:
@@ -68,6 +69,8 @@ class Hardware:
     disk_rate: float = 2e9
     host_rate: float | None = 40e9
     """Bytes a second that an optimiser in host memory reads and writes; None to measure it here, where one is asked about."""
+    host_speedup: float = 1.0
+    """How many times faster than that it is; for asking what would come of it."""
     host_flops: float = 2e11
     """Operations a second of the CPU in matrix products."""
     host_attention: float = 2e11
@@ -82,7 +85,7 @@ class Hardware:
         """Bytes a second that an optimiser in host memory reads and writes."""
         from wandistiller.memory.rates import update_rate
 
-        return update_rate() if self.host_rate is None else self.host_rate
+        return self.host_speedup * (update_rate() if self.host_rate is None else self.host_rate)
 
     @property
     def link_rate(self) -> float:
@@ -127,7 +130,7 @@ H200 = Card(
     attention=593e12,
     bandwidth=2.62e12,
     link_rate=0.8 * 450e9,
-    is_measured=True,
+    rates_of="",
 )
 CARDS: dict[str, Card] = {
     card.name: card
@@ -205,9 +208,7 @@ def detect(*, measures: bool = True) -> Hardware:
         card = replace(find_card(name), memory=memory.total)
     except UsageError:
         rate = matmul_rate(device, torch.bfloat16) if measures else 1e14
-        card = replace(
-            _published(name, memory.total / GIB / 0.985, rate / 0.78e12, 1000.0), memory=memory.total, is_measured=True
-        )
+        card = replace(_published(name, memory.total / GIB / 0.985, rate / 0.78e12, 1000.0), memory=memory.total, rates_of="")
     return Hardware(
         card=replace(card, launch_seconds=launch_seconds(device)) if measures else card,
         num_cards=1,  # there is one process, unless ranks are asked for
@@ -237,7 +238,9 @@ def described(
     else:
         chosen = H200 if card is None else find_card(card)
         if gpu is not None:
-            chosen = replace(chosen, name=f"{gpu} card", memory=gpu, is_measured=False)
+            chosen = replace(chosen, name=f"{gpu} card", memory=gpu)
+            if card is None:
+                chosen = replace(chosen, rates_of="that of an H200")
         found = Hardware(
             card=None if num_cards == 0 else chosen,
             num_cards=1 if num_cards is None else num_cards,

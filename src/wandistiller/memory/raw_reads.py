@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,6 +30,31 @@ def forget_files(files: Sequence[Path]) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def forgetting(files: Sequence[Path], *, every: float = 0.25) -> Iterator[None]:
+    """Keep dropping files from the system's cache: each time that they are read they come from the disk.
+
+    That goes on beside the reading. Dropping all at once between two rounds would be a pause that no run has.
+    """
+    if not files:
+        yield
+        return
+    is_over = threading.Event()
+
+    def forget() -> None:
+        while not is_over.wait(every):
+            forget_files(files)
+
+    thread = threading.Thread(target=forget, name="wandistiller-forget", daemon=True)
+    forget_files(files)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def read_files(files: Sequence[Path], *, num_threads: int = NUM_THREADS) -> int:

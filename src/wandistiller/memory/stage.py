@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,9 +21,11 @@ from wandistiller.memory.scene import Played, Scene
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.tape import Tape
 from wandistiller.memory.uses import Use
+from wandistiller.models.weight_files import Entry
 from wandistiller.units import Bytes
 
 _CUDA = torch.device("cuda")
+_IN_A_FILE = Entry("", torch.uint8, (), Path(), 0)
 Moment = dict[tuple[str, str], Bytes]
 """What is on the device at one time, by role and kind."""
 HOST_STATE = 12
@@ -63,7 +65,9 @@ class Placing:
         limits["cpu"] = hardware.host_memory
         limits |= given
         subject = _subject(use)
-        return shares(subject, foreseen_map(self.name, subject, limits, self.device_map))
+        device_map = foreseen_map(self.name, subject, limits, self.device_map)
+        # What a map puts on disk is foreseen to be in files as it is used.
+        return shares(replace(subject, locate=lambda name: _IN_A_FILE), device_map)
 
     def computes_on_host(self, use: Use, hardware: Hardware) -> bool:
         """Say whether the CPU computes beside a card: by name, or because no part of the model is on one."""

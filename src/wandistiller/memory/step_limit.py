@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
+from itertools import combinations
 from typing import Any
 
 from wandistiller.memory.estimates import Phase
@@ -14,12 +16,21 @@ _LEAST_GAIN = 0.05
 
 
 def limit_of(phase: Phase, hardware: Hardware) -> str | None:
-    """Return the part of a machine that a phase's steps wait for most; None for what is done once, or not worked out."""
+    """Return the part of a machine, or the two, that a phase's steps wait for most; None for what is done once."""
     if phase.num_steps == 0 or phase.work is None or not 0 < phase.seconds < float("inf"):
         return None
-    gains = {name: phase.seconds - phase.work.seconds(faster(hardware)) for name, faster in _PARTS.items()}
-    name = max(gains, key=lambda each: gains[each])
-    return name if gains[name] > _LEAST_GAIN * phase.seconds else None
+    seconds = phase.work.seconds(hardware)
+    # Where several parts work beside each other and are as slow, none alone makes a step shorter, and then it may be two.
+    for count in (1, 2):
+        gains = {names: seconds - phase.work.seconds(_faster(hardware, names)) for names in combinations(_PARTS, count)}
+        names = max(gains, key=lambda each: gains[each])
+        if gains[names] > _LEAST_GAIN * seconds:
+            return " and ".join(names)
+    return None
+
+
+def _faster(hardware: Hardware, names: tuple[str, ...]) -> Hardware:
+    return reduce(lambda machine, name: _PARTS[name](machine), names, hardware)
 
 
 def _card(hardware: Hardware) -> Hardware:
@@ -42,7 +53,7 @@ def _links(hardware: Hardware) -> Hardware:
 
 def _fields(*names: str) -> Callable[[Hardware], Hardware]:
     def faster(hardware: Hardware) -> Hardware:
-        changes: dict[str, Any] = {name: 2 * getattr(hardware, name) for name in names if getattr(hardware, name) is not None}
+        changes: dict[str, Any] = {name: 2 * getattr(hardware, name) for name in names}
         return replace(hardware, **changes)
 
     return faster
@@ -53,7 +64,7 @@ _PARTS: dict[str, Callable[[Hardware], Hardware]] = {
     "the host, which launches kernels": _launches,
     "the bus": _fields("bus_rate"),
     "the disk": _fields("disk_rate"),
-    "updates in host memory": _fields("host_rate"),
+    "updates in host memory": _fields("host_speedup"),
     "the CPU": _fields("host_flops", "host_attention", "host_bandwidth"),
     "what ranks send each other": _links,
 }

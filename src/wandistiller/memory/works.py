@@ -88,6 +88,8 @@ class Training:
     """Whether the student's blocks learn what blocks of the teacher give."""
     teacher_slices: int = 1
     """Ranks that have the teacher between them, each a slice of it."""
+    teacher_rests: bool = False
+    """Whether it is asked so seldom, for answers that are kept, that steps take no time for it."""
     teacher_serves: int = 1
     """Ranks that one teacher answers, one after the other."""
     drawing: Drawing | None = None
@@ -245,7 +247,7 @@ class Training:
     @property
     def _num_passes(self) -> int:
         """Passes of the teacher in a step."""
-        return self.teacher_passes * self.accumulation
+        return 0 if self.teacher_rests else self.teacher_passes * self.accumulation
 
     def _teacher_exchange(self, hardware: Hardware) -> float:
         return gathered_seconds(self.teacher, self.teacher_slices, hardware) if self.teacher is not None else 0.0

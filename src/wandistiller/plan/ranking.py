@@ -22,10 +22,11 @@ _BATCH_FIELDS = ("batch_size", "gradient_accumulation")
 def ranking(plan: Plan, top: int) -> Table:
     """Return a table of the best, of what else fits, and of what fits and is faster at a cost in accuracy."""
     table = Table(title="What fits: the best, then others from the fastest on", title_justify="left")
-    for name in ("step", "card", "host", "flags", "costs in accuracy"):
+    has_card = plan.hardware.card is not None
+    for name in ("step", *(("card", "host") if has_card else ("memory",)), "flags", "costs in accuracy"):
         table.add_column(name, justify="left" if name in ("flags", "costs in accuracy") else "right")
     for each in plan.ranked[:top]:
-        cells = [seconds_text(each.seconds), str(each.estimate.device), str(each.estimate.host)]
+        cells = [seconds_text(each.seconds), str(each.estimate.device), *([str(each.estimate.host)] if has_card else [])]
         style = "bold" if each is plan.best else None
         table.add_row(*cells, escape(flags(each)) or "as asked for", ", ".join(each.way.costs), style=style)
     return table
@@ -39,7 +40,8 @@ def reasons(plan: Plan) -> list[str]:
     found += _losers(plan)
     found += _untried(plan)
     if plan.best is None:
-        found.append("Nothing fits. Take a smaller model, picture or clip, a card with more memory, or more host memory.")
+        more = "more memory" if plan.hardware.card is None else "a card with more memory, or more host memory"
+        found.append(f"Nothing fits. Take a smaller model, picture or clip, or {more}.")
     return found
 
 
@@ -74,7 +76,8 @@ def _losers(plan: Plan) -> list[str]:
     for name, options in groups.items():
         nearest = min(options, key=lambda each: (each.estimate.device, each.estimate.host))
         count = f" ({len(options)} ways, the smallest of them)" if len(options) > 1 else ""
-        lines.append(f"{name}{count}: {'; '.join(nearest.lacks)}")
+        told = name if count and name else flags(nearest)
+        lines.append(f"{told}{count}: {'; '.join(nearest.lacks)}")
     return lines
 
 

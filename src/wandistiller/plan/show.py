@@ -19,7 +19,7 @@ from wandistiller.plan.ranking import flags, ranking, reasons, seconds_text
 from wandistiller.plan.search import Option
 
 _MEANING = (
-    "On the card: what there is at the worst moment, which adds up to what is in use; in brackets, the most at another moment. "
+    "What there is at the worst moment, which adds up to what is in use; in brackets, the most at another moment. "
     "Reserved is what PyTorch holds then, with what it cannot use."
 )
 
@@ -54,10 +54,10 @@ def describe(hardware: Hardware) -> str:
         return f"the CPU alone, with {hardware.host_memory} of memory"
     count = f"{hardware.all_cards} x " if hardware.all_cards > 1 else ""
     nodes = f", {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
-    known = "" if hardware.card.is_measured else ", speed by its published figures"
+    known = f", speed by {hardware.card.rates_of}" if hardware.card.rates_of else ""
     return (
         f"{count}{hardware.card.name} ({hardware.room} for tensors{known}), {hardware.host_memory} of host memory, "
-        f"bus {hardware.bus_rate / 1e9:.0f} GB/s{nodes}"
+        f"bus {hardware.bus_rate / 1e9:.0f} GB/s, disk {hardware.disk_rate / 1e9:.3g} GB/s{nodes}"
     )
 
 
@@ -72,6 +72,8 @@ def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> st
             "room": int(plan.hardware.room),
             "host_memory": int(plan.hardware.host_memory),
             "bus_rate": plan.hardware.bus_rate,
+            "disk_rate": plan.hardware.disk_rate,
+            "network_rate": plan.hardware.network_rate,
         },
         "asked": _option(plan.asked, plan.hardware),
         "fits": plan.best is not None,
@@ -93,18 +95,21 @@ def _title(plan: Plan, shown: Option) -> str:
 
 def _phases(estimate: Estimate, title: str, hardware: Hardware) -> Table:
     table = Table(title=title, title_justify="left", caption=_MEANING, caption_justify="left")
-    for name in ("phase", "what", "card", "host", "page-locked"):
+    places = {"device": "card", "host": "host", "page-locked": "page-locked"}
+    if hardware.card is None:
+        places = {"device": "memory"}
+    for name in ("phase", "what", *places.values()):
         table.add_column(name, justify="left" if name in ("phase", "what") else "right")
     for phase in estimate.phases:
         for number, ((role, kind), cells) in enumerate(_rows(phase).items()):
             what = f"{role} {kind}".strip()
-            sizes = [cells.get(where, "") for where in ("device", "host", "page-locked")]
+            sizes = [cells.get(where, "") for where in places]
             table.add_row(phase.name if number == 0 else "", what, *sizes)
         held = f"in use {phase.peak}, [bold]reserved {phase.reserved}[/bold]"
         exchange = f"; ranks exchange for {seconds_text(phase.exchange)} beside it" if phase.exchange else ""
         limit = limit_of(phase, hardware)
         limited = "" if limit is None else f", limited by {limit}"
-        time = f"{seconds_text(phase.seconds)} a step{limited}{exchange}"
+        time = f"{seconds_text(phase.seconds)} {'a step' if phase.num_steps else 'a sample'}{limited}{exchange}"
         table.add_row("", f"[bold]at most[/bold], {time}", held, end_section=True)
     return table
 

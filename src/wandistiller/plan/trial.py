@@ -28,7 +28,7 @@ from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.host import page_locked_bytes
 from wandistiller.memory.placement import Placed, Placement, Subject, find_placement
 from wandistiller.memory.rates import synchronise
-from wandistiller.memory.raw_reads import forget_files
+from wandistiller.memory.raw_reads import forgetting
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use
@@ -96,6 +96,7 @@ def try_out(
     free_memory(device)
     with Ends() as ends:
         step = _STEPS[type(work)](work, device, ends)
+        ends.enter_context(forgetting(ends.files))
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
@@ -104,14 +105,12 @@ def try_out(
         while len(times) < num_steps or (sum(times) < _LEAST_SECONDS and device.type == "cuda"):
             synchronise(device)
             start = time.perf_counter()
-            forget_files(ends.files)  # meanwhile their readers go on, as between any two steps
             step(next(numbers))
             synchronise(device)
             times.append(time.perf_counter() - start)
             if between is not None:
                 between(ends.files)
             if between is not None and ends.files:
-                forget_files(ends.files)
                 step(next(numbers))
         is_cuda = device.type == "cuda"
         measured = Measured(
@@ -186,7 +185,12 @@ def _method(work: Training, role: Role, device: torch.device, ends: Ends) -> Flo
     blocks = [round(index * (teacher.num_blocks - 1) / max(student.num_blocks - 1, 1)) for index in range(student.num_blocks)]
     return Distillation(
         role,
-        _OneTeacher(teacher, _place(teacher, work.teacher_placing, device, ends)[1], student.latent_shape[0]),
+        _OneTeacher(
+            teacher,
+            _place(teacher, work.teacher_placing, device, ends)[1],
+            student.latent_shape[0],
+            most_answers=_WARM_UPS * work.accumulation if work.teacher_rests else None,
+        ),
         objectives,
         guidance_scale=2.0,
         dtype=student.dtype,
@@ -195,31 +199,48 @@ def _method(work: Training, role: Role, device: torch.device, ends: Ends) -> Flo
 
 
 class _OneTeacher:
-    """Answers as a run's teacher does; of its channels a student that has others is told the first, or some twice."""
+    """Answers as a run's teacher does; of its channels a student that has others is told the first, or some twice.
 
-    def __init__(self, use: Use, model: nn.Module, channels: int) -> None:
+    After ``most_answers`` it says the last one again, as if that had been kept.
+    """
+
+    def __init__(self, use: Use, model: nn.Module, channels: int, *, most_answers: int | None = None) -> None:
         self._use = use
         self._model = model
         self._channels = channels
+        self._most_answers = most_answers
+        self._num_answers = 0
+        self._last: Answer | None = None
 
     def release(self) -> None:
         """It stays for as long as the trial does."""
 
     @torch.no_grad()
     def answer(self, noisy: Tensor, sigma: Tensor, text: Tensor, *, scale: float = 1.0, blocks: Sequence[int] = ()) -> Answer:
-        own = self._use.latent_shape[0]
-        asked = {"latents": _with_channels(noisy, own), "sigma": sigma, "text": text}
+        if self._last is not None and self._num_answers == self._most_answers:
+            return self._last
+        own, count = self._use.latent_shape[0], self._use.batch_size
+        asked = {"latents": _of_size(_with_channels(noisy, own), count), "sigma": _of_size(sigma, count)}
+        asked["text"] = _of_size(text, count)
         with tapped(self._model, blocks) as features:
             plain = velocity = _call(self._model, self._use, asked)
             kept = list(features)
         if scale != 1.0:
             velocity = guide(plain, _call(self._model, self._use, asked), scale)
         velocity, plain = (_with_channels(each, self._channels) for each in (velocity, plain))
-        return Answer(velocity, plain, kept)
+        answer = Answer(_of_size(velocity, len(noisy)), _of_size(plain, len(noisy)), kept)
+        if self._most_answers is not None:
+            self._num_answers, self._last = self._num_answers + 1, answer
+        return answer
 
 
 def _with_channels(tensor: Tensor, count: int) -> Tensor:
     return tensor if tensor.shape[1] == count else tensor.repeat(1, -(-count // tensor.shape[1]), 1, 1, 1)[:, :count]
+
+
+def _of_size(batch: Tensor, count: int) -> Tensor:
+    """Return the first samples, or some of them again: a teacher that is asked beforehand has batches of its own."""
+    return batch if len(batch) == count else batch[torch.arange(count, device=batch.device) % len(batch)]
 
 
 def _pixel_loss(work: Training, device: torch.device) -> PixelLoss | None:

@@ -98,11 +98,11 @@ def with_placement(job: Job, choice: Choice) -> Job:
 
 
 def foresee(job: Job, hardware: Hardware) -> Phase:
-    """Return the phase that holds most of the device, with the time of a solver's step."""
+    """Return the phase that holds most of the device, with the time of a solver's step and what takes that."""
     phases = predict_sample(job.settled, job.shapes, hardware).phases
     step = next(phase for phase in phases if phase.name == "denoising")
-    seconds = step.seconds * len(job.prompts)
-    return replace(max(phases, key=lambda phase: phase.reserved), seconds=seconds)
+    largest = max(phases, key=lambda phase: phase.reserved)
+    return replace(largest, seconds=step.seconds * len(job.prompts), num_steps=step.num_steps, work=step.work)
 
 
 def beside_weights(job: Job) -> Bytes:

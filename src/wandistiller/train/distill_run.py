@@ -44,7 +44,7 @@ from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches
 from wandistiller.train.optimisation import Optimisation, travels_in
 from wandistiller.train.parallel_choice import as_settled, settle_parallel
-from wandistiller.train.prediction import Pixels, distill_phase, distill_work, drawn_pixels, planned_pixels
+from wandistiller.train.prediction import Pixels, distill_work, drawn_pixels, planned_pixels
 from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies, going_on
 from wandistiller.train.runs import Run, exit_code, own_folder, saved_facts
@@ -281,7 +281,7 @@ def _foresee(job: DistillJob, samples: Any, placing: Placing | None, drawn: Pixe
         if placing is None:
             return replace(work, teacher=None).phase(hardware)
         is_found_here = config.strategy == "auto" or placing.is_spread
-        return distill_phase(config, work.with_teacher(placing) if is_found_here else work, hardware)
+        return (work.with_teacher(placing) if is_found_here else work).phase(hardware)
 
     return make
 

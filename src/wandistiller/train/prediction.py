@@ -128,10 +128,10 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
     if config.is_stored:
         phases.append(_asking_phase(config, asking_work(config, shapes, hardware, pixels), hardware))
     num_steps = config.num_steps or 1000
-    training = distill_phase(config, work, hardware, num_steps=num_steps)
+    training = work.phase(hardware, num_steps=num_steps)
     if config.strategy == "auto" and work.teacher is not None:
         chosen = foreseen_placing(work.teacher, training, hardware)
-        training = distill_phase(config, work.with_teacher(chosen), hardware, num_steps=num_steps)
+        training = work.with_teacher(chosen).phase(hardware, num_steps=num_steps)
     disk = (*_caches(config, shapes), *_records(config, shapes), *_results(work, config))
     return Estimate(phases=(*phases, training), disk=disk, ranks=max(hardware.num_cards, 1))
 
@@ -158,13 +158,6 @@ def asking_work(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixel
     return Passes(
         use=use, placing=_teacher_placing(config), passes=_teacher_passes(config), slices=_teacher_slices(config, hardware)
     )
-
-
-def distill_phase(config: DistillConfig, work: Training, hardware: Hardware, *, num_steps: int = 1) -> Phase:
-    """Return what the training takes; a teacher that is asked now and then takes memory, and hardly any time."""
-    found = work.phase(hardware, num_steps=num_steps)
-    is_seldom_asked = config.is_stored and work.teacher is not None and math.isfinite(found.seconds)
-    return replace(found, seconds=replace(work, teacher=None).seconds(hardware)) if is_seldom_asked else found
 
 
 def distill_work(
@@ -206,6 +199,7 @@ def distill_work(
         teacher=_teacher(config, shapes, hardware, pixels) if passes else None,
         teacher_placing=_teacher_placing(config),
         teacher_passes=passes,
+        teacher_rests=config.is_stored,
         teacher_slices=_teacher_slices(config, hardware),
         teacher_serves=hardware.num_ranks if config.strategy == "gpu0" else 1,
         matches_features=config.feature_weight > 0,

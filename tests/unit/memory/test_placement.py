@@ -124,6 +124,9 @@ def test_what_modules_have_in_common_is_not_on_disk():
     model["second"].weight = model["first"].weight
     with pytest.raises(UsageError, match=r"on disk that first\.weight and second\.weight"):
         check_device_map({"first": "cpu", "second": "disk"}, model)
+    check_device_map({"": "cpu"}, model)
+    with pytest.raises(UsageError, match=r"on cpu that first\.weight and second\.weight"):
+        check_device_map({"first": 0, "second": "cpu"}, model, num_cards=1)
 
 
 def test_a_map_to_disk_of_weights_that_have_to_be_converted(checkpoint):
@@ -280,7 +283,7 @@ def test_what_visits_a_card_is_page_locked_block_by_block(checkpoint, monkeypatc
     monkeypatch.setattr(
         device_map, "allocate_host", lambda size, *_: flats.append(torch.empty(size, dtype=torch.uint8)) or flats[-1]
     )
-    found = device_map._kept_on_host(subject, on_host, torch.device("cuda", 0))
+    found = device_map._kept_on_host(subject, on_host, torch.device("cuda", 0), locked := set())
     assert len(flats) == len(subject.blocks)  # all but one, and what is in none
     assert predicted.page_locked == sum(-(-flat.numel() // 4096) * 4096 for flat in flats)
     storages = {flat.untyped_storage().data_ptr() for flat in flats}
@@ -289,9 +292,48 @@ def test_what_visits_a_card_is_page_locked_block_by_block(checkpoint, monkeypatc
     for name, value in found.items():
         assert torch.equal(value, state[name]) and value.untyped_storage().data_ptr() in storages
         assert torch.equal(subject.model.get_parameter(name), state[name])
-    device_map._undo(subject, frozenset(found))
+    assert locked == storages
+    device_map._undo(subject, locked)
     ours = {subject.model.get_parameter(name).untyped_storage().data_ptr() for name in found}
     assert not ours & storages
+
+
+@pytest.fixture
+def pretended_card(monkeypatch):
+    """A card that takes nothing, and memory that is page-locked for it by name alone; gives what was."""
+    flats = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(
+        device_map, "allocate_host", lambda size, *_: flats.append(torch.empty(size, dtype=torch.uint8)) or flats[-1]
+    )
+    return flats
+
+
+def test_a_map_that_cannot_be_followed_leaves_a_model_as_it_was(checkpoint, pretended_card, monkeypatch):
+    def dispatch(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(device_map, "dispatch_model", dispatch)
+    model = load_model(checkpoint)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    subject = Subject(model=model, blocks=list(model.blocks))
+    with pytest.raises(torch.OutOfMemoryError):
+        find_placement("custom", map={"": "cpu", "blocks.0": 0}).attach(subject, torch.device("cuda", 0))
+    addresses = {flat.untyped_storage().data_ptr() for flat in pretended_card}
+    assert addresses and addresses.isdisjoint(each.untyped_storage().data_ptr() for each in model.parameters())
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_what_is_placed_while_nothing_is_learnt_can_learn_later(checkpoint, pretended_card, monkeypatch):
+    monkeypatch.setattr(device_map, "dispatch_model", lambda model, *args, **kwargs: model)
+    model = load_model(checkpoint)
+    subject = Subject(model=model, blocks=list(model.blocks))
+    with torch.inference_mode():
+        placed = find_placement("custom", map={"": "cpu", "blocks.0": 0}).attach(subject, torch.device("cuda", 0))
+    assert pretended_card and not any(each.is_inference() for each in model.parameters())
+    with torch.inference_mode():
+        placed.detach()
+    assert not any(each.is_inference() for each in model.parameters())
 
 
 def test_buffers_are_where_their_module_computes(checkpoint):

@@ -1,12 +1,14 @@
 """Files read at full speed: every byte once, and no more than was asked for."""
 
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from wandistiller.memory import raw_reads
 from wandistiller.memory.disk_store import PIECE_BYTES, DiskStore
-from wandistiller.memory.raw_reads import read_files, read_rate
+from wandistiller.memory.raw_reads import forgetting, read_files, read_rate
 
 
 @pytest.fixture
@@ -16,6 +18,26 @@ def files(tmp_path):
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(os.urandom(size))
     return [tmp_path / name for name in sizes]
+
+
+def test_files_are_forgotten_again_and_again_while_they_are_read(files, monkeypatch):
+    forgotten, thrice = [], threading.Event()
+
+    def forget(dropped):
+        forgotten.append(dropped)
+        if len(forgotten) == 3:
+            thrice.set()
+
+    monkeypatch.setattr(raw_reads, "forget_files", forget)
+    with forgetting([]):
+        pass
+    assert not forgotten
+    with pytest.raises(ValueError, match="of a step"), forgetting(files, every=0.01):
+        assert thrice.wait(60)
+        raise ValueError("of a step")
+    count = len(forgotten)
+    assert not any(thread.name == "wandistiller-forget" for thread in threading.enumerate())
+    assert len(forgotten) == count and all(dropped == files for dropped in forgotten)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

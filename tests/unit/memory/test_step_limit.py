@@ -41,19 +41,41 @@ def test_a_pass_waits_for_one_part_of_the_machine(work, expected):
     assert limit_of(Phase(name="denoising", seconds=work.seconds(MACHINE), num_steps=50, work=work), MACHINE) == expected
 
 
-def test_updates_of_offloaded_weights_and_the_exchange_of_ranks_are_limits():
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_updates_of_offloaded_weights_and_the_exchange_of_ranks_are_limits(is_measured, monkeypatch):
+    """What is measured here is measured where it is asked for: for updates in host memory alone."""
+    monkeypatch.setattr("wandistiller.memory.rates.update_rate", lambda: 20e9)
     config = dict(SIZES["wan2.2-5b"].transformer)
     student = Use(name="student", config=config, latent_shape=(48, *IMAGE), trains="everything")
     works = {
         "updates in host memory": (
             Training(student=student, placing=Placing(name="offload")),
-            replace(MACHINE, host_rate=20e9),
+            replace(MACHINE, host_rate=None if is_measured else 20e9),
         ),
         "what ranks send each other": (Training(student=student), replace(MACHINE, num_nodes=2, network_rate=1e9)),
     }
     for expected, (work, machine) in works.items():
         phase = Phase(name="training", seconds=work.seconds(machine), num_steps=1, work=work)
         assert limit_of(phase, machine) == expected
+
+
+def test_only_who_updates_in_host_memory_waits_until_that_is_measured(monkeypatch):
+    monkeypatch.setattr("wandistiller.memory.rates.update_rate", lambda: pytest.fail("measured for nothing"))
+    machine, work = replace(MACHINE, host_rate=None), passes(IMAGE, name="offload")
+    phase = Phase(name="denoising", seconds=work.seconds(machine), num_steps=50, work=work)
+    assert limit_of(phase, machine) == "the bus"
+
+
+def test_two_parts_that_are_as_slow_limit_a_step_together():
+    work = passes(IMAGE, name="disk")
+    machine = replace(MACHINE, disk_rate=MACHINE.bus_rate)
+    assert limit_of(Phase(name="denoising", seconds=1.0, num_steps=50, work=work), machine) == "the bus and the disk"
+
+
+def test_a_step_for_several_prompts_has_the_limit_of_one():
+    work = passes(IMAGE)
+    phases = [Phase(name="denoising", seconds=count * work.seconds(MACHINE), num_steps=50, work=work) for count in (1, 8)]
+    assert [limit_of(phase, MACHINE) for phase in phases] == ["the host, which launches kernels"] * 2
 
 
 @dataclass(frozen=True)
@@ -68,7 +90,7 @@ class Split:
             "the host, which launches kernels": H200.launch_seconds / hardware.card.launch_seconds,
             "the bus": hardware.bus_rate / MACHINE.bus_rate,
             "the disk": hardware.disk_rate / MACHINE.disk_rate,
-            "updates in host memory": hardware.host_rate / MACHINE.host_rate,
+            "updates in host memory": hardware.update_rate / MACHINE.update_rate,
             "the CPU": hardware.host_flops / MACHINE.host_flops,
         }
         return sum(share / rates[name] for name, share in self.shares.items())
@@ -92,6 +114,4 @@ def test_the_largest_share_is_the_limit(largest):
 )
 def test_some_phases_have_no_limit(changes, machine):
     options = {"name": "any", "seconds": 1.0, "num_steps": 1, "work": Split({"the card": 1.0})} | changes
-    if changes.get("work") is not None:
-        options["seconds"] = 0.0
     assert limit_of(Phase(**options), machine) is None

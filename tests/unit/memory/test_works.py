@@ -1,5 +1,6 @@
 """Works that are foreseen: what their tables add up to, where memory is counted, and how long updates on the host take."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -237,6 +238,18 @@ def test_what_is_on_no_card_computes_on_the_host(name, tmp_path):
     expected = Passes(use=USE, placing=Placing(name="cpu")).phase(CARD)
     assert found.seconds == expected.seconds != Passes(use=USE).phase(CARD).seconds
     assert sizes(found) == sizes(expected)
+
+
+def test_what_a_map_has_on_disk_comes_from_there(tmp_path):
+    """By hand: of what the map names first the last half, at the disk's rate, and nothing of it in host memory."""
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps({"": 0, **{f"blocks.{number}": "disk" for number in range(4, 8)}}))
+    placing, slow = Placing(name="custom", device_map=file), replace(CARD, disk_rate=1e6)
+    work = Passes(use=USE, placing=placing)
+    read = sum(each.nbytes for number in range(4, 8) for each in USE.model.get_submodule(f"blocks.{number}").parameters())
+    assert sum(placing.spread(USE, slow)["disk"]) == read
+    assert work.seconds(slow) - work.seconds(replace(slow, disk_rate=1e30)) == pytest.approx(read / 1e6)
+    assert not sizes(work.phase(slow), "page-locked") and not sizes(work.phase(slow), "host")
 
 
 def test_a_map_that_leaves_the_student_its_card_counts_the_fuller_one(tmp_path):

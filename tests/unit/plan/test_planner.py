@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,11 +15,15 @@ from wandistiller.config.train import TrainConfig
 from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import margin
 from wandistiller.memory.hardware import described
+from wandistiller.memory.step_limit import limit_of
 from wandistiller.models.shapes import find_shapes
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, build_empty
 from wandistiller.plan.candidates import all_ways
 from wandistiller.plan.planner import find_hardware, make_plan
+from wandistiller.plan.show import describe
+from wandistiller.sample.prediction import predict_sample
+from wandistiller.sample.remedies import foresee
 from wandistiller.train.prediction import predict_train
 from wandistiller.units import Bytes
 
@@ -256,6 +261,31 @@ def test_a_map_is_checked_for_the_machine_that_is_planned_for(content, message, 
 def test_a_job_for_the_cpu_is_planned_for_the_cpu():
     plan = plan_of(*TRAIN, "--lora-rank", "4", "--device", "cpu")
     assert plan.hardware.card is None and plan.hardware.host_memory == 2**36 and "--device cpu" in plan.command
+
+
+def test_a_plan_for_the_cpu_speaks_of_no_card(capsys):
+    sample = ["sample", "--model", "wan2.1-1.3b", "--prompt", "x", "--device", "cpu"]
+    assert main(["plan", *sample, "--card", "rtx4090", "--ram", "8GiB"]) == 1
+    said = capsys.readouterr().out
+    assert "memory" in next(line for line in said.splitlines() if "phase" in line) and "card" not in said
+    assert "--vae-dtype bfloat16: needs " in said, "a way that its policy and place do not tell apart"
+    assert not any(line.startswith(":") for line in said.splitlines())
+
+
+def test_a_card_of_which_only_the_memory_is_known_has_the_speed_of_another():
+    assert "speed by that of an H200" in describe(described(gpu=Bytes(2**33), host_memory=Bytes(2**36)))
+    assert "speed by its published figures" in describe(CARD)
+    assert "speed" not in describe(described(card="h200", host_memory=Bytes(2**36)))
+
+
+def test_a_sampling_says_beforehand_what_limits_its_steps_whatever_is_largest():
+    """Of this one the decoder is, which has no steps."""
+    config = SampleConfig(model="wan2.1-1.3b", prompt=("x", "y"), output=Path("a.mp4"))
+    shapes = find_shapes("wan2.1-1.3b")
+    estimate = predict_sample(config, shapes, CARD)
+    found = foresee(SimpleNamespace(settled=config, shapes=shapes, prompts=config.prompt), CARD)
+    assert found.name == "decoding" and found.reserved == estimate.device
+    assert found.seconds == 2 * estimate.step_seconds and limit_of(found, CARD) == "the card"
 
 
 def test_rates():

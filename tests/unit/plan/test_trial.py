@@ -104,6 +104,23 @@ def test_steps_are_taken(work):
     assert try_out(work, CPU, num_steps=1).seconds > 0
 
 
+@pytest.mark.parametrize(("rests", "expected"), [(False, [2] * 16), (True, [3] * 8)])
+def test_a_teacher_that_rests_answers_while_steps_warm_up(rests, expected, monkeypatch):
+    """Guided, and of two batches a step; one that is asked beforehand has batches of its own."""
+    asked = []
+
+    def call(model, use, inputs):
+        asked.append(len(inputs["latents"]))
+        return inputs["latents"]
+
+    monkeypatch.setattr(trial, "_call", call)
+    teacher = USE.changed(name="teacher", batch_size=3 if rests else 2)
+    student = USE.changed(trains="everything", batch_size=2)
+    work = Training(student=student, teacher=teacher, teacher_passes=2, teacher_rests=rests, accumulation=2)
+    try_out(work, CPU, num_steps=2)
+    assert asked == expected
+
+
 def test_a_disk_without_room_is_said_before_anything_is_written(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(UsageError, match="where 1000 B are free"):

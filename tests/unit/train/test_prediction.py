@@ -9,7 +9,7 @@ from wandistiller.data.buckets import Bucket
 from wandistiller.memory.hardware import described
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import find_size
-from wandistiller.train.prediction import distill_phase, distill_work, drawn_pixels, media_phase
+from wandistiller.train.prediction import distill_work, drawn_pixels, media_phase
 from wandistiller.units import Bytes
 
 LIVE = DistillConfig(teacher_path="x", dataset_path="y", width=64, height=64, frames=(1,), batch_size=2, rollout_batch=5)
@@ -25,8 +25,8 @@ def test_a_teacher_counts_where_it_is_asked(changes, is_beside, is_in_every_step
     hardware = described(card="rtx4090", host_memory=Bytes(2**36))
     work = distill_work(config, shapes, {**size.transformer, "num_layers": 1}, hardware, (1, 64, 64))
     assert (work.teacher is not None) == is_beside
-    found = distill_phase(config, work, hardware)
-    alone, both = replace(work, teacher=None).phase(hardware), work.phase(hardware)
+    found = work.phase(hardware)
+    alone, both = (replace(work, **changes).phase(hardware) for changes in ({"teacher": None}, {"teacher_rests": False}))
     if work.teacher is not None:
         assert work.teacher.batch_size == (5 if config.cache_teacher else 2)
         assert both.peak > alone.peak and both.seconds > alone.seconds
