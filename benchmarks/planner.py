@@ -3,11 +3,12 @@
 python benchmarks/planner.py --output benchmarks/results [--only sample train distill vae] [--match offload] [--small]
 python benchmarks/planner.py --untried 30 --seed 7      configurations drawn at random, instead of the chosen ones
 python benchmarks/planner.py --predict FILE      beforehand, for an H200, on any machine
-python benchmarks/planner.py --against FILE      on the card, which then does not wait for predictions
+python benchmarks/planner.py --against FILE      on the card, which then does not wait for predictions before it begins
 
-Otherwise the predictions are made first. The bounds: what is reserved within 3 % or 300 MiB of the prediction, whichever is
-larger; a step's time within 15 %. A run measures the host and the disk when it begins and says its prediction then: times are
-predicted with the rates just before each trial, and, on a host that others use, also with those between the trial's steps.
+Otherwise the predictions are made first; times are predicted again at the end. The bounds: what is reserved within 3 % or
+300 MiB of the prediction, whichever is larger; a step's time within 15 %. A run measures the machine when it begins and says
+its prediction then: times are predicted with the rates just before each trial, and, on a host that others use, also with those
+between the trial's steps.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tried import KINDS, small
 from untried import untried
 
 from wandistiller.cli.main import let_segments_grow
+from wandistiller.config.placement import READS_FILES
 from wandistiller.memory.allocator_model import expandable_segments
 from wandistiller.memory.estimates import fits_host, margin
 from wandistiller.memory.hardware import H200, Hardware, detect
@@ -283,10 +285,10 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
                 results.leave_out(kind, name)
                 continue
             before, beside = (Moment(work, hardware, device, launches) for _ in _MOMENTS)
-            with files_to_read(work) as files:
-                before.look(files)
-            as_it_began = before.hardware()
             try:
+                with files_to_read(work) as files:
+                    before.look(files)
+                as_it_began = before.hardware()
                 measured = try_out(work, device, num_steps=3, between=beside.look)
             except Exception as error:  # noqa: BLE001 - the others are still worth measuring
                 results.fail(kind, name, error)
@@ -301,10 +303,16 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
     return results
 
 
+def is_read_from_disk(work: Work) -> bool:
+    placings = [work.placing] if isinstance(work, Passes | Training) else []
+    placings += [work.teacher_placing] if isinstance(work, Training) else []
+    return any(placing.name in READS_FILES for placing in placings)
+
+
 @contextmanager
 def files_to_read(work: Work | None = None) -> Iterator[list[Path]]:
     """Give a file on the disk that trials write to; none for work that does not stream from it."""
-    if work is not None and not (isinstance(work, Passes | Training) and work.placing.name == "disk"):
+    if work is not None and not is_read_from_disk(work):
         yield []
         return
     with tempfile.NamedTemporaryFile() as file:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from wandistiller.config.values import without_repeats
 from wandistiller.errors import UsageError, nearest, shortened
 from wandistiller.memory.host import HostBudget, allocate_host, whole_pages
-from wandistiller.memory.layout import BlockLayout, bind, lay_out, named_tensors
+from wandistiller.memory.layout import BlockLayout, bind, lay_out, named_tensors, unbind
 from wandistiller.memory.placement import Footprint, Placed, Placement, Subject, register_placement
 from wandistiller.units import Bytes
 
@@ -54,6 +54,7 @@ class ByDeviceMap(Placement):
         device_map = without_overlaps(subject.model, device_map)
         footprint = _footprint(subject, device_map)
         locked = set[int]()
+        empty = {name for name, tensor in named_tensors(subject.model) if tensor.is_meta}
         try:
             on_host, on_disk = _load(subject, device_map, locked)
             # An index that is empty is one too: all of what is on disk has to be converted, and is in host memory.
@@ -64,7 +65,12 @@ class ByDeviceMap(Placement):
             for name, place in _split_modules(subject.model, device_map).items():
                 add_hook_to_module(subject.model.get_submodule(name), AlignDevicesHook(_computing(place, main)))
         except BaseException:
-            _undo(subject, locked, reads=False)
+            _take_away(subject.model)
+            for name, tensor in named_tensors(subject.model):
+                if name in empty:  # nobody has waited for it yet, and a card's would have to find room
+                    unbind(tensor)
+                else:
+                    _to_ordinary_memory(tensor, locked)
             raise
         return Placed(footprint, lambda: _undo(subject, locked))
 
@@ -197,7 +203,7 @@ def _check_shared(device_map: DeviceMap, model: nn.Module) -> None:
             raise UsageError(
                 f"The device map puts a tensor on {place} that {' and '.join(together)} have in common.",
                 why="it would be brought for one of them and be missing for the other.",
-                fix="Put their modules on a GPU.",
+                fix=f"Put their modules on {'a GPU' if 'cpu' in passing else 'cpu'}.",
             )
 
 
@@ -303,6 +309,11 @@ def shares(subject: Subject, device_map: DeviceMap) -> dict[str, list[int]]:
     return found
 
 
+def on_disk(model: nn.Module, device_map: DeviceMap) -> list[str]:
+    """Return the names of the parameters that a map has on disk."""
+    return [name for name, _ in model.named_parameters() if _device_of(name, device_map) == "disk"]
+
+
 def _places(subject: Subject, device_map: DeviceMap) -> Iterator[tuple[str, Tensor, str | int]]:
     """Yield every tensor with the place where it really is."""
     main = _main_device(device_map)
@@ -403,21 +414,27 @@ def _kept_on_host(
 
 
 @torch.inference_mode(False)
-def _undo(subject: Subject, locked: set[int], *, reads: bool = True) -> None:
-    """Take the hooks away; what is in ``locked`` memory goes into ordinary memory, and so does what is on a card.
+def _undo(subject: Subject, locked: set[int]) -> None:
+    """Take the hooks away, and have all values in ordinary memory."""
+    _take_away(subject.model)
+    for name, tensor in named_tensors(subject.model):
+        if tensor.is_meta:
+            assert subject.read is not None
+            bind(tensor, subject.read(name))
+        else:
+            _to_ordinary_memory(tensor, locked)
 
-    What has no values gets them from its files, if it ``reads``.
-    """
-    remove_hook_from_submodules(subject.model)
-    for module in subject.model.modules():  # it leaves the class's own forward behind as an attribute
+
+def _take_away(model: nn.Module) -> None:
+    """Take accelerate's hooks away."""
+    remove_hook_from_submodules(model)
+    for module in model.modules():  # it leaves the class's own forward behind as an attribute
         if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
             del module.forward
     for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron", "hf_device_map"):
-        subject.model.__dict__.pop(attribute, None)
-    for name, tensor in named_tensors(subject.model):
-        if not tensor.is_meta:
-            is_locked = tensor.untyped_storage().data_ptr() in locked
-            tensor.data = tensor.data.clone() if is_locked else tensor.data.cpu()
-        elif reads:
-            assert subject.read is not None
-            bind(tensor, subject.read(name))
+        model.__dict__.pop(attribute, None)
+
+
+def _to_ordinary_memory(tensor: Tensor, locked: set[int]) -> None:
+    """Take a tensor from a card, or from memory that is ``locked``."""
+    tensor.data = tensor.data.clone() if tensor.untyped_storage().data_ptr() in locked else tensor.data.cpu()

@@ -28,6 +28,7 @@ Locate = Callable[[int, Member], Entry | None]
 
 PIECE_BYTES = 16 * 2**20
 NUM_THREADS = 8
+NUM_BUFFERS = 4
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ class DiskStore:
         device: torch.device,
         locate: Locate,
         *,
-        num_buffers: int = 4,
+        num_buffers: int = NUM_BUFFERS,
         num_threads: int = NUM_THREADS,
         lane: Lane | None = None,
     ) -> None:

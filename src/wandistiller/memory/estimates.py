@@ -109,6 +109,11 @@ class Estimate:
         """Whether ranks are held up by what they send each other."""
         return any(phase.waits > _HARDLY * phase.seconds for phase in self.phases)
 
+    @property
+    def memory(self) -> Bytes:
+        """What all processes of a machine without a card have of its memory."""
+        return Bytes(self.host + self.ranks * self.device)
+
     def kept_on_host(self) -> int:
         """Return what is kept for backward in the host memory of a machine."""
         kept = (item for phase in self.phases for item in phase.items if item.kind == "kept activations")
@@ -122,7 +127,7 @@ class Estimate:
             if fits(self.in_use, hardware.room):
                 lack += f"; {self.in_use} are in use at the worst moment, so it may run if PyTorch gives back the rest in time"
             found.append(lack)
-        on_host = self.host if hardware.card is not None else Bytes(self.host + self.ranks * self.device)
+        on_host = self.host if hardware.card is not None else self.memory
         if not fits_host(on_host, hardware):
             found.append(f"needs {on_host} of host memory, {Bytes(int(HOST_SHARE * hardware.host_memory))} may be used")
         return found

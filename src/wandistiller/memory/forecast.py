@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from wandistiller.memory.estimates import Phase
 from wandistiller.memory.hardware import Hardware, detect
 from wandistiller.memory.host_limits import available_host_memory
 from wandistiller.memory.monitor import Monitor
+from wandistiller.memory.raw_reads import rate_of_largest
 from wandistiller.memory.shared_host import ranks_here
 from wandistiller.memory.step_limit import limit_of
 from wandistiller.terminal import say
@@ -40,10 +41,17 @@ def of_this_job(hardware: Hardware) -> Hardware:
     return replace(hardware, num_cards=here, num_nodes=max(world_size // here, 1), cards_each=cards_each)
 
 
-def forecast(make: Callable[[Hardware], Phase], device: torch.device, *, is_whole: bool = False) -> Forecast | None:
-    """Return a prediction made now; a run goes on without one where that fails, and says why."""
+def forecast(
+    make: Callable[[Hardware], Phase], device: torch.device, *, is_whole: bool = False, files: Sequence[Path] = ()
+) -> Forecast | None:
+    """Return a prediction made now; a run goes on without one where that fails, and says why.
+
+    ``files`` are those that are read in every step, whose disk is measured.
+    """
     try:
         hardware = hardware_of(device)
+        if files and hardware.card is not None:
+            hardware = replace(hardware, disk_rate=rate_of_largest(files))
         phase = make(hardware)
         return replace(Forecast.of(phase, device), is_whole=is_whole, limit=limit_of(phase, hardware))
     except Exception as error:  # noqa: BLE001 - a nicety must not cost anybody a run

@@ -238,9 +238,8 @@ def described(
     else:
         chosen = H200 if card is None else find_card(card)
         if gpu is not None:
-            chosen = replace(chosen, name=f"{gpu} card", memory=gpu)
-            if card is None:
-                chosen = replace(chosen, rates_of="that of an H200")
+            # Its own are as they are known; of another card it is said whose they are.
+            chosen = replace(chosen, name=f"{gpu} card", memory=gpu, rates_of=f"that of the {chosen.name}")
         found = Hardware(
             card=None if num_cards == 0 else chosen,
             num_cards=1 if num_cards is None else num_cards,

@@ -89,6 +89,14 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
+def unbind(tensor: Tensor) -> None:
+    """Take the values of a tensor that modules hold: it is on the meta device then."""
+    other = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, other)
+
+
 def bind(tensor: Tensor, value: Tensor) -> None:
     """Let a tensor that modules hold have other values; one on the meta device changes its kind, not its identity."""
     if not tensor.is_meta:

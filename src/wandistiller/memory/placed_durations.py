@@ -40,5 +40,8 @@ def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardw
         return replace(seconds, forward=seconds.forward + brought + visits)
     if not placing.is_streamed:
         return seconds
-    rate = hardware.bus_rate if placing.name == "offload" else min(hardware.disk_rate, hardware.bus_rate)
+    rate = hardware.bus_rate
+    if placing.name == "disk":  # where there may be more of them than arrive, or less
+        read = (use.stored_dtype or use.dtype).itemsize / use.dtype.itemsize
+        rate = min(hardware.disk_rate / read, rate)
     return streamed(seconds, placing.plan(use).moved_bytes, rate)

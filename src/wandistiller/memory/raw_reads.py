@@ -13,30 +13,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wandistiller.memory.disk_store import NUM_THREADS, PIECE_BYTES, DiskStore
+from wandistiller.memory.disk_store import NUM_BUFFERS, NUM_THREADS, PIECE_BYTES, DiskStore
 from wandistiller.memory.layout import Member, lay_out
 from wandistiller.models.weight_files import Entry
 
 _STRETCH_BYTES = NUM_THREADS * PIECE_BYTES
 
 
-def forget_files(files: Sequence[Path]) -> None:
-    """Drop files from the system's cache, where the system lets a program do that."""
+def forget_files(files: Sequence[Path], num_bytes: int = 0) -> None:
+    """Drop files, or so much of the start of each, from the system's cache, where the system lets a program do that."""
     if not hasattr(os, "posix_fadvise"):
         return
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, 0, num_bytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
 
 @contextmanager
 def forgetting(files: Sequence[Path], *, every: float = 0.25) -> Iterator[None]:
-    """Keep dropping files from the system's cache: each time that they are read they come from the disk.
+    """Keep dropping files from the system's cache: when they are read again they come from the disk.
 
-    That goes on beside the reading. Dropping all at once between two rounds would be a pause that no run has.
+    That goes on beside the reading. Dropping all at once between two rounds would be a pause that no run has; what is read
+    again sooner than after ``every`` seconds is for the reader to forget.
     """
     if not files:
         yield
@@ -82,7 +83,7 @@ def read_rate(files: Sequence[Path], *, at_most: int = 2**30, seconds: float = 1
     """
     entries = [entry for file in files for entry in _stretches(file)]
     layouts = [lay_out([(entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))]) for entry in entries]
-    forget_files(files)
+    forget_files(files, at_most + NUM_BUFFERS * _STRETCH_BYTES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     store = DiskStore(layouts, _nothing_else, device, lambda index, member: entries[index])
     num_bytes, passed, start = 0, 1.0, time.perf_counter()
@@ -98,6 +99,11 @@ def read_rate(files: Sequence[Path], *, at_most: int = 2**30, seconds: float = 1
     finally:
         store.close()
     return num_bytes / passed
+
+
+def rate_of_largest(files: Sequence[Path]) -> float:
+    """Return the bytes a second in which the largest of a model's files comes from its disk."""
+    return read_rate([max(files, key=lambda file: file.stat().st_size)])
 
 
 def _stretches(file: Path) -> list[Entry]:

@@ -66,8 +66,9 @@ class Placing:
         limits |= given
         subject = _subject(use)
         device_map = foreseen_map(self.name, subject, limits, self.device_map)
-        # What a map puts on disk is foreseen to be in files as it is used.
-        return shares(replace(subject, locate=lambda name: _IN_A_FILE), device_map)
+        # What a file holds otherwise than it is used is read once and kept in host memory.
+        is_as_used = use.stored_dtype in (None, use.dtype)
+        return shares(replace(subject, locate=(lambda name: _IN_A_FILE) if is_as_used else None), device_map)
 
     def computes_on_host(self, use: Use, hardware: Hardware) -> bool:
         """Say whether the CPU computes beside a card: by name, or because no part of the model is on one."""

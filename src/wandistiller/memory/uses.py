@@ -96,6 +96,8 @@ class Use:
     """Whether each token has a timestep of its own, as where a first frame is given free of noise."""
     dtype: torch.dtype = torch.bfloat16
     """Of the weights and of what they are given."""
+    stored_dtype: torch.dtype | None = None
+    """Of most of the weights in their file; None for the one that they are used in."""
     trains: Trains = "nothing"
     adapters: Adapters | None = None
     """What is trained beside frozen weights."""

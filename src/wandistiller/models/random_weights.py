@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Generator, Tensor, nn, randn
 
@@ -16,10 +17,10 @@ _SHARD_BYTES = 2 * 10**9
 class RandomWeights:
     """Values for a model's tensors by name, all cut from one pool."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Remember the shapes of a model, which may be on the meta device."""
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+        """Remember the shapes of a model, which may be on the meta device; ``dtype`` is for all, if not its own."""
         tensors = (*model.named_parameters(), *model.named_buffers())
-        self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
+        self._specs = {name: (tensor.shape, dtype or tensor.dtype) for name, tensor in tensors}
         values = randn(_POOL, generator=Generator().manual_seed(0)) * 0.02
         self._pools = {dtype: values.to(dtype) for dtype in {dtype for _, dtype in self._specs.values()}}
 

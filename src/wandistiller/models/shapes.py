@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from wandistiller.errors import CheckpointError, UsageError, nearest
@@ -38,11 +39,13 @@ class Shapes:
     text_encoder: Config | None
     size: Size
     """What such models are usually sampled with."""
+    stored_dtype: torch.dtype | None = None
+    """What most of the transformer's file holds; None where there is no file, as of a named size."""
 
     @classmethod
-    def of(cls, vae: Config, *transformers: Config) -> Shapes:
+    def of(cls, vae: Config, *transformers: Config, stored_dtype: torch.dtype | None = None) -> Shapes:
         """Return the shapes of models at hand; the text encoder is of no concern."""
-        return cls(transformers=transformers, vae=vae, text_encoder=None, size=usual_size(vae))
+        return cls(transformers=transformers, vae=vae, text_encoder=None, size=usual_size(vae), stored_dtype=stored_dtype)
 
     def text_encoder_model(self) -> nn.Module | None:
         """Return the text encoder on the meta device."""
@@ -51,7 +54,6 @@ class Shapes:
 
 @functools.lru_cache(maxsize=1)
 def _text_encoder(config: str) -> nn.Module:
-    import torch
     from transformers import UMT5Config, UMT5EncoderModel
 
     with torch.device("meta"):
@@ -75,13 +77,15 @@ def find_shapes(source: str) -> Shapes:
             ) from error
         raise
     names = [name for name in ("transformer", "transformer_2") if name in pipeline.parts]
+    transformers = [inspect_checkpoint(pipeline.part(name), TRANSFORMER) for name in names]
     vae = inspect_checkpoint(pipeline.part("vae"), VAE).config
     encoder = pipeline.parts.get("text_encoder")
     return Shapes(
-        transformers=[inspect_checkpoint(pipeline.part(name), TRANSFORMER).config for name in names],
+        transformers=[each.config for each in transformers],
         vae=vae,
         text_encoder=read_config(encoder) if encoder is not None else None,
         size=usual_size(vae),
+        stored_dtype=transformers[0].main_dtype() if transformers else None,
     )
 
 

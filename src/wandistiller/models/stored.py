@@ -120,6 +120,11 @@ class StoredModel:
         return tensor.to(dtype, memory_format=torch.contiguous_format)
 
     @property
+    def files(self) -> list[Path]:
+        """Those that its tensors are in."""
+        return sorted({self.weights.entries[name].file for name in self.names.values()})
+
+    @property
     def num_bytes(self) -> int:
         """What the model's tensors take in the files."""
         return sum(self.weights.entries[key].num_bytes for key in self.names.values())

@@ -19,7 +19,7 @@ from wandistiller.distributed.parallel import check_parallel
 from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import Estimate, fits
 from wandistiller.memory.hardware import Hardware, described
-from wandistiller.memory.raw_reads import read_rate
+from wandistiller.memory.raw_reads import rate_of_largest
 from wandistiller.models.shapes import Shapes, find_shapes
 from wandistiller.models.sizes import SIZES
 from wandistiller.plan.bounds import least_on_card
@@ -215,9 +215,8 @@ def as_started(job: Any, hardware: Hardware) -> Hardware:
 
 
 def _rate_of_files(model: Path) -> float | None:
-    files = [model] if model.is_file() else model.rglob("*.safetensors") if model.is_dir() else []
-    largest = max(files, key=lambda file: file.stat().st_size, default=None)
-    return None if largest is None else read_rate([largest])
+    files = [model] if model.is_file() else list(model.rglob("*.safetensors")) if model.is_dir() else []
+    return rate_of_largest(files) if files else None
 
 
 def model_of(job: Any) -> str:

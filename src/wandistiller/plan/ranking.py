@@ -26,7 +26,8 @@ def ranking(plan: Plan, top: int) -> Table:
     for name in ("step", *(("card", "host") if has_card else ("memory",)), "flags", "costs in accuracy"):
         table.add_column(name, justify="left" if name in ("flags", "costs in accuracy") else "right")
     for each in plan.ranked[:top]:
-        cells = [seconds_text(each.seconds), str(each.estimate.device), *([str(each.estimate.host)] if has_card else [])]
+        found = each.estimate
+        cells = [seconds_text(each.seconds), *map(str, (found.device, found.host) if has_card else (found.memory,))]
         style = "bold" if each is plan.best else None
         table.add_row(*cells, escape(flags(each)) or "as asked for", ", ".join(each.way.costs), style=style)
     return table
@@ -73,8 +74,13 @@ def _losers(plan: Plan) -> list[str]:
     for each in plan.losers:
         groups.setdefault(_group(plan.request.job, each.changes), []).append(each)
     lines = []
+
+    def size(each: Option) -> tuple[int, int]:
+        found = each.estimate
+        return (found.device, found.host) if plan.hardware.card is not None else (found.memory, 0)
+
     for name, options in groups.items():
-        nearest = min(options, key=lambda each: (each.estimate.device, each.estimate.host))
+        nearest = min(options, key=size)
         count = f" ({len(options)} ways, the smallest of them)" if len(options) > 1 else ""
         told = name if count and name else flags(nearest)
         lines.append(f"{told}{count}: {'; '.join(nearest.lacks)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from wandistiller.memory.step_limit import limit_of
 from wandistiller.plan.planner import Plan
 from wandistiller.plan.ranking import flags, ranking, reasons, seconds_text
 from wandistiller.plan.search import Option
+from wandistiller.units import Bytes
 
 _MEANING = (
     "What there is at the worst moment, which adds up to what is in use; in brackets, the most at another moment. "
@@ -95,12 +97,10 @@ def _title(plan: Plan, shown: Option) -> str:
 
 def _phases(estimate: Estimate, title: str, hardware: Hardware) -> Table:
     table = Table(title=title, title_justify="left", caption=_MEANING, caption_justify="left")
-    places = {"device": "card", "host": "host", "page-locked": "page-locked"}
-    if hardware.card is None:
-        places = {"device": "memory"}
+    places = {"device": "card", "host": "host", "page-locked": "page-locked"} if hardware.card else {"device": "memory"}
     for name in ("phase", "what", *places.values()):
         table.add_column(name, justify="left" if name in ("phase", "what") else "right")
-    for phase in estimate.phases:
+    for phase in estimate.phases if hardware.card else map(_all_in_memory, estimate.phases):
         for number, ((role, kind), cells) in enumerate(_rows(phase).items()):
             what = f"{role} {kind}".strip()
             sizes = [cells.get(where, "") for where in places]
@@ -109,9 +109,16 @@ def _phases(estimate: Estimate, title: str, hardware: Hardware) -> Table:
         exchange = f"; ranks exchange for {seconds_text(phase.exchange)} beside it" if phase.exchange else ""
         limit = limit_of(phase, hardware)
         limited = "" if limit is None else f", limited by {limit}"
-        time = f"{seconds_text(phase.seconds)} {'a step' if phase.num_steps else 'a sample'}{limited}{exchange}"
+        time = f"{seconds_text(phase.seconds)} {'a step' if phase.num_steps else 'each time'}{limited}{exchange}"
         table.add_row("", f"[bold]at most[/bold], {time}", held, end_section=True)
     return table
+
+
+def _all_in_memory(phase: Phase) -> Phase:
+    """Return a phase of a machine without a card, where all is in the same memory, as if it were all on a device."""
+    items = tuple(replace(item, where="device") for item in phase.items)
+    peak, reserved = (Bytes(size + phase.on_host) for size in (phase.peak, phase.reserved))
+    return replace(phase, items=items, peak=peak, reserved=reserved)
 
 
 def _rows(phase: Phase) -> dict[tuple[str, str], dict[str, str]]:

@@ -24,11 +24,13 @@ from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import UsageError
 from wandistiller.flow.guidance import guide
 from wandistiller.memory.activations import prepare_blocks
+from wandistiller.memory.device_map import Custom, on_disk
 from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.host import page_locked_bytes
-from wandistiller.memory.placement import Placed, Placement, Subject, find_placement
+from wandistiller.memory.layout import named_tensors
+from wandistiller.memory.placement import FromDisk, Placed, Placement, Subject, find_placement
 from wandistiller.memory.rates import synchronise
-from wandistiller.memory.raw_reads import forgetting
+from wandistiller.memory.raw_reads import forget_files, forgetting
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use
@@ -37,7 +39,7 @@ from wandistiller.models.devices import free_memory
 from wandistiller.models.latents import denormalise
 from wandistiller.models.random_weights import RandomWeights, write_weights
 from wandistiller.models.stored import VAE, build_empty
-from wandistiller.models.weight_files import open_weights
+from wandistiller.models.weight_files import Entry, open_weights
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.graphs import GraphedCalls
 from wandistiller.train.host_optimisation import HostOptimisation
@@ -103,6 +105,7 @@ def try_out(
         numbers = itertools.count(_warm_up(step, ends))
         times = list[float]()
         while len(times) < num_steps or (sum(times) < _LEAST_SECONDS and device.type == "cuda"):
+            forget_files(ends.files)  # of small models, which are read again sooner than is looked for
             synchronise(device)
             start = time.perf_counter()
             step(next(numbers))
@@ -289,7 +292,7 @@ def _encoding(work: Encoding, device: torch.device, ends: Ends) -> Callable[[int
 def _text(work: TextEncoding, device: torch.device, ends: Ends) -> Callable[[int], None]:
     subject = replace(work, encoder=copy.deepcopy(work.encoder)).subject
     placement = choose_placement(work.placing, resident=work.resident)
-    _attached(placement, subject, work.placing, device, ends)
+    _attached(placement, subject, device, ends)
 
     @torch.no_grad()
     def step(number: int) -> None:
@@ -354,32 +357,53 @@ def _place(use: Use, placing: Placing, device: torch.device, ends: Ends) -> tupl
         device_map=placing.device_map,
         max_memory=placing.max_memory,
     )
-    return _attached(placement, Subject(model=model, blocks=blocks), placing.name, device, ends), model
+    return _attached(placement, Subject(model=model, blocks=blocks), device, ends, use.stored_dtype), model
 
 
-def _attached(placement: Placement, subject: Subject, name: str, device: torch.device, ends: Ends) -> Placed:
-    """Put a model on the meta device where its placement, called so, has it, with random weights."""
+def _attached(
+    placement: Placement, subject: Subject, device: torch.device, ends: Ends, stored_dtype: torch.dtype | None = None
+) -> Placed:
+    """Put a model on the meta device where its placement has it, with random weights."""
     weights = RandomWeights(subject.model)
     subject = replace(subject, read=weights)
-    placed = placement.attach(_on_disk(subject, weights, ends) if name == "disk" else subject, device)
+    read = _names_to_read(placement, subject.model)
+    placed = placement.attach(_on_disk(subject, read, stored_dtype, ends) if read else subject, device)
     if placed.stream is not None:
         ends.callback(placed.stream.close)
     return placed
 
 
-def _on_disk(subject: Subject, weights: RandomWeights, ends: Ends) -> Subject:
-    """Write what is frozen of a model to files that are gone with the trial."""
+def _names_to_read(placement: Placement, model: nn.Module) -> list[str]:
+    """Return what a step reads from files: all that is frozen, or what a map has there."""
+    if isinstance(placement, Custom):
+        return on_disk(model, placement.device_map(Subject(model=model, blocks=[])))
+    is_streamed = isinstance(placement, FromDisk)
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad] if is_streamed else []
+
+
+def _on_disk(subject: Subject, names: Sequence[str], dtype: torch.dtype | None, ends: Ends) -> Subject:
+    """Write tensors of a model to files that are gone with the trial, in the ``dtype`` that the user's have, if another."""
     folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="wandistiller-")))
-    frozen = [name for name, parameter in subject.model.named_parameters() if not parameter.requires_grad]
-    needed, free = Bytes(sum(map(weights.num_bytes, frozen))), Bytes(shutil.disk_usage(folder).free)
+    weights, used = RandomWeights(subject.model, dtype), dict(named_tensors(subject.model))
+    needed, free = Bytes(sum(map(weights.num_bytes, names))), Bytes(shutil.disk_usage(folder).free)
     if needed > free:
         raise UsageError(
             f"A trial of weights on disk writes {needed} to {folder.parent}, where {free} are free.",
             fix="Let TMPDIR name a folder on the disk that is to be tried, with room.",
         )
-    ends.files += write_weights(weights, frozen, folder)
+    ends.files += write_weights(weights, names, folder)
     os.sync()
-    return replace(subject, locate=open_weights(folder).entries.get)
+    stored = open_weights(folder)
+    dtypes = {name: used[name].dtype for name in names}
+
+    def locate(name: str) -> Entry | None:
+        return stored.entries[name] if name in dtypes and stored.entries[name].dtype == dtypes[name] else None
+
+    def read(name: str) -> Tensor:
+        assert subject.read is not None
+        return stored.read(name).to(dtypes[name]) if name in dtypes else subject.read(name)
+
+    return replace(subject, locate=locate, read=read)
 
 
 def _tensors(use: Use, device: torch.device) -> dict[str, Tensor]:

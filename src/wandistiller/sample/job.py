@@ -91,7 +91,8 @@ class Job:
         if self.config.cond is None and self.pipeline is not None:
             encoder = read_config(self.pipeline.part("text_encoder"))
         configs = [each.config for each in self.transformers]
-        return Shapes(transformers=configs, vae=vae, text_encoder=encoder, size=usual_size(vae))
+        stored = self.transformers[0].main_dtype()
+        return Shapes(transformers=configs, vae=vae, text_encoder=encoder, size=usual_size(vae), stored_dtype=stored)
 
     @property
     def settled(self) -> SampleConfig:

@@ -85,6 +85,7 @@ def denoising_work(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
         has_token_times=config.image is not None and transformer["in_channels"] == transformer["out_channels"],
         batch_size=config.batch_size,
         dtype=_dtype(config.dtype, hardware),
+        stored_dtype=shapes.stored_dtype,
     )
     scale = config.cfg_scale if config.cfg_scale is not None else size.guidance
     # The solver holds noise, latents and a few velocities, in float32.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from wandistiller.config.placement import READS_FILES
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.data.media import read_picture, to_bytes, write_clip, write_latents, write_picture
 from wandistiller.distributed.context import ClipGroup
@@ -73,7 +74,10 @@ def run_sample(config: SampleConfig) -> list[Sample]:
             placement = choice.placement
             job = with_placement(job, choice)
             say(f"Placement {choice}")
-        predicted = forecast(partial(foresee, job), job.device, is_whole=True) if ranks.is_first else None
+        predicted = None
+        if ranks.is_first:
+            files = job.transformers[0].files if job.config.placement_name in READS_FILES else ()
+            predicted = forecast(partial(foresee, job), job.device, is_whole=True, files=files)
         if predicted is not None:
             say(predicted.line())
         drawn = _draw(job, placement, monitor, ranks, pace)

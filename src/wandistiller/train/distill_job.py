@@ -24,6 +24,7 @@ from wandistiller.models.derive_student import check_coverage, measure_coverage
 from wandistiller.models.expert_pair import inspect_experts
 from wandistiller.models.latents import check_channels
 from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
+from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import usual_size
 from wandistiller.models.stored import TRANSFORMER, VAE, StoredModel, build_empty, inspect_checkpoint
 from wandistiller.models.student_config import StudentPlan, read_student_config
@@ -57,6 +58,11 @@ class DistillJob:
     @property
     def teacher_config(self) -> Any:
         return self.teachers[0].config
+
+    @property
+    def shapes(self) -> Shapes:
+        """The teacher and the VAE without their weights."""
+        return Shapes.of(self.vae.config, self.teacher_config, stored_dtype=self.teachers[0].main_dtype())
 
     @property
     def shift(self) -> float:

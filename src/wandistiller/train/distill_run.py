@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wandistiller.checkpoint.trained import follow_model, write_model, write_student_pipeline
 from wandistiller.config.distill import DistillConfig
+from wandistiller.config.placement import READS_FILES
 from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.cache_files import fingerprint_model
 from wandistiller.data.cached_samples import CachedSamples
@@ -28,7 +29,6 @@ from wandistiller.memory.monitor import Monitor
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.works import Training
 from wandistiller.models.channel_adapter import CONFIG_NAME, ChannelAdapter, fit_adapter, random_adapter
-from wandistiller.models.shapes import Shapes
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.terminal import say
 from wandistiller.train.asking import Asking, RefreshAnswers
@@ -47,7 +47,7 @@ from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import Pixels, distill_work, drawn_pixels, planned_pixels
 from wandistiller.train.questions import Questions, open_data, open_questions
 from wandistiller.train.remedies import find_distill_remedies, going_on
-from wandistiller.train.runs import Run, exit_code, own_folder, saved_facts
+from wandistiller.train.runs import Foreseen, Run, exit_code, own_folder, saved_facts
 from wandistiller.train.students import Student, make_student
 from wandistiller.train.studio import Studio
 from wandistiller.train.teacher import Teaches
@@ -92,7 +92,7 @@ def run_distill(config: DistillConfig) -> Distilled:
 
 def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     config = job.config
-    shapes = Shapes.of(job.vae.config, job.teacher_config)
+    shapes = job.shapes
     predicted_by = as_settled(config, job.parallel)
     remedies = going_on(
         config.output_dir, lambda failure: find_distill_remedies(predicted_by, shapes, job.plan.config, failure)
@@ -130,6 +130,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     adapter = _make_adapter(job, questions, lessons.samples, ranks, goes_on=before is not None)
     is_asked = teacher is not None and config.asks_while_training
     foresee = _foresee(job, lessons.samples, placing if is_asked else None, drawn)
+    streamed = job.teachers[0].files if is_asked and placing.name in READS_FILES else ()
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,
@@ -144,12 +145,13 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
             prepare=fold_padding if questions.folds_padding else None,
         )
     about = [note] if note else []
-    return _train(job, ranks, monitor, student, teacher, questions, lessons, held_out, ends, adapter, foresee, about)
+    foreseen = Foreseen(foresee, streamed)
+    return _train(job, ranks, monitor, student, teacher, questions, lessons, held_out, ends, adapter, foreseen, about)
 
 
 def _settle(job: DistillJob) -> DistillJob:
     """Decide what was left open of how ranks train together."""
-    shapes = Shapes.of(job.vae.config, job.teacher_config)
+    shapes = job.shapes
 
     def work(config: DistillConfig, hardware: Hardware) -> Training:
         found = distill_work(config, shapes, job.plan.config, hardware, planned_pixels(config, shapes.vae, job.patch))
@@ -207,7 +209,7 @@ def _train(
     held_out: EncodedData | None,
     ends: ExitStack,
     adapter: ChannelAdapter | None,
-    foresee: Callable[[Hardware], Phase],
+    foreseen: Foreseen,
     notes: Sequence[str],
 ) -> Distilled:
     config, samples, role = job.config, lessons.samples, _student_role(job, ranks, student, ends)
@@ -248,7 +250,7 @@ def _train(
     about = [*_describe(job, run, student), *notes]
     optimisations = {role.name: optimisation}
     stopped = run.train(
-        method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee, data=lessons.facts
+        method, optimisations, samples, average=average, callbacks=callbacks, about=about, foreseen=foreseen, data=lessons.facts
     )
     output = None
     if stopped.signal is None:
@@ -274,7 +276,7 @@ def _student_role(job: DistillJob, ranks: Ranks, student: Student, ends: ExitSta
 
 def _foresee(job: DistillJob, samples: Any, placing: Placing | None, drawn: Pixels | None) -> Callable[[Hardware], Phase]:
     """Return what predicts the training, with the teacher where it is; None where nobody asks it any more."""
-    shapes, config = Shapes.of(job.vae.config, job.teacher_config), as_settled(job.config, job.parallel)
+    shapes, config = job.shapes, as_settled(job.config, job.parallel)
 
     def make(hardware: Hardware) -> Phase:
         work = distill_work(config, shapes, job.plan.config, hardware, largest_bucket(samples.buckets).shape, drawn)

@@ -66,6 +66,7 @@ from wandistiller.train.parallel_choice import as_settled, settle_parallel
 from wandistiller.train.prediction import drawn_pixels, planned_pixels, train_work
 from wandistiller.train.remedies import find_remedies, going_on
 from wandistiller.train.runs import (
+    Foreseen,
     Run,
     choose_precision,
     exit_code,
@@ -327,8 +328,8 @@ def _train(
     callbacks += studio.callbacks(run, role, samples, validation, average)
     optimisations = {role.name: _make_optimisation(job, run, student, ends)}
     about = _describe(job, run, student)
-    foresee = _foresee(job, student, data, held_out)
-    stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foresee=foresee)
+    foreseen = Foreseen(_foresee(job, student, data, held_out), job.transformer.files if student.placing.name == "disk" else ())
+    stopped = run.train(method, optimisations, samples, average=average, callbacks=callbacks, about=about, foreseen=foreseen)
     output = None
     if stopped.signal is None:
         with monitor.phase("writing the result", "student"):
@@ -337,7 +338,7 @@ def _train(
 
 
 def _shapes(job: _Job) -> Shapes:
-    return Shapes.of(job.vae.config, job.transformer.config)
+    return Shapes.of(job.vae.config, job.transformer.config, stored_dtype=job.transformer.main_dtype())
 
 
 def _foresee(job: _Job, student: _Student, data: EncodedData, held_out: EncodedData | None) -> Callable[[Hardware], Phase]:

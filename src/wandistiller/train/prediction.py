@@ -88,6 +88,7 @@ def train_work(
         latent_shape=latent_shape(shapes.vae, pixels),
         batch_size=config.batch_size,
         dtype=weights,
+        stored_dtype=shapes.stored_dtype,
         trains="adapters" if config.lora_rank else "everything",
         adapters=Adapters(config.lora_rank, config.lora_targets) if config.lora_rank else None,
         precision=foreseen_precision(config, hardware, weights),
@@ -221,6 +222,7 @@ def _teacher(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixels: 
         latent_shape=latent_shape(shapes.vae, pixels),
         batch_size=config.rollout_batch if config.is_stored else config.batch_size,
         dtype=_teacher_dtype(config, hardware),
+        stored_dtype=shapes.stored_dtype,
         is_streamed=_teacher_placing(config).is_streamed,
     )
 

@@ -77,6 +77,15 @@ def choose_precision(config: TrainingConfig, device: torch.device, weights: torc
     return "bf16" if device.type == "cuda" and weights == torch.float32 else "no"
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """What a training is foreseen to take."""
+
+    phase: Callable[[Hardware], Phase]
+    streamed: Sequence[Path] = ()
+    """Files that are read in every step, whose disk is measured for that."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One training, from its plan to its last step."""
@@ -152,12 +161,12 @@ class Run:
         average: MovingAverage | None,
         callbacks: Sequence[Callback] = (),
         about: Sequence[str] = (),
-        foresee: Callable[[Hardware], Phase] | None = None,
+        foreseen: Foreseen | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> Stopped:
         """Take all steps from the start or the state to resume from; ``about`` is said on rank 0 before the first.
 
-        ``foresee`` says what the training will take, which is told before the first step, and against what it took at the end.
+        ``foreseen`` is what the training will take, which is told before the first step, and against what it took at the end.
         ``data`` is what the samples are of, kept in every state.
         """
         config = self.config
@@ -194,7 +203,9 @@ class Run:
             write_config(config.output_dir / "run.toml", config, config.command)
             for line in about:
                 say(line)
-        predicted = forecast(foresee, self.device) if foresee is not None and self.ranks.is_first else None
+        predicted = None
+        if foreseen is not None and self.ranks.is_first:
+            predicted = forecast(foreseen.phase, self.device, files=foreseen.streamed)
         if predicted is not None:
             say(predicted.line())
             predicted.save(config.output_dir)

@@ -22,7 +22,6 @@ from wandistiller.memory.shared_host import ranks_here
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.subjects import choose_placement, stored_subject
 from wandistiller.memory.works import Passes, Training
-from wandistiller.models.shapes import Shapes
 from wandistiller.models.text_padding import fold_padding
 from wandistiller.train.across_ranks import AcrossRanks
 from wandistiller.train.distill_job import DistillJob
@@ -112,7 +111,7 @@ def _beside_teacher(job: DistillJob, questions: Questions, drawn: Pixels | None)
 
 def _work(job: DistillJob, questions: Questions, drawn: Pixels | None) -> Training | Passes:
     """Return what the teacher is for: all answers before training, or those of a step."""
-    hardware, shapes = hardware_of(job.device), Shapes.of(job.vae.config, job.teacher_config)
+    hardware, shapes = hardware_of(job.device), job.shapes
     config = as_settled(job.config, job.parallel)
     pixels = largest_bucket(questions.samples.buckets).shape
     if not config.asks_while_training:

@@ -45,7 +45,7 @@ from wandistiller.train.methods.vae import Perceptual, VaeTraining, VaeWeights, 
 from wandistiller.train.optimisation import MixedPrecision, Optimisation
 from wandistiller.train.picture_quality import WINDOW
 from wandistiller.train.remedies import going_on, smaller_batches
-from wandistiller.train.runs import Run, choose_precision, exit_code, own_folder, prepare_device, prepare_parallel
+from wandistiller.train.runs import Foreseen, Run, choose_precision, exit_code, own_folder, prepare_device, prepare_parallel
 from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.train.vae_quality import MeasureReconstructions
 from wandistiller.units import Bytes
@@ -214,7 +214,7 @@ def _train(job: _Job, ranks: Ranks, monitor: Monitor) -> TrainedVae:
         average=average,
         callbacks=[measure] if measure is not None else [],
         about=_describe(job, run, vae),
-        foresee=None if config.cuda_graphs or job.parallel.is_sharded else _foresee(job),
+        foreseen=None if config.cuda_graphs or job.parallel.is_sharded else Foreseen(_foresee(job)),
     )
     output = None
     if stopped.signal is None:

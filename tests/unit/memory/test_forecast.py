@@ -6,6 +6,7 @@ import torch
 
 from wandistiller.memory.estimates import Item, Phase
 from wandistiller.memory.forecast import Forecast, forecast
+from wandistiller.memory.hardware import described
 from wandistiller.memory.monitor import DeviceMemory, Monitor
 from wandistiller.units import Bytes
 
@@ -37,6 +38,18 @@ def test_both_are_told_and_kept(tmp_path):
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["predicted"]["bytes"] == 4 * 2**30 and found["predicted"]["in_use"] == 3 * 2**30
     assert found["measured"] == {"bytes": 5 * 2**30, "seconds_per_step": 2.0}
+
+
+def test_the_disk_of_files_that_are_read_in_every_step_is_measured(tmp_path, monkeypatch):
+    read, machines = [], []
+    files = [tmp_path / name for name in ("small", "large")]
+    for file, size in zip(files, (1, 2), strict=True):
+        file.write_bytes(bytes(size))
+    monkeypatch.setattr("wandistiller.memory.raw_reads.read_rate", lambda files: read.extend(files) or 7e9)
+    monkeypatch.setattr("wandistiller.memory.forecast.hardware_of", lambda device: described(card="h200"))
+    for streamed in ((), files):
+        assert forecast(lambda hardware: machines.append(hardware) or PHASE, CARD, files=streamed) is not None
+    assert [machine.disk_rate for machine in machines] == [2e9, 7e9] and read == files[1:]
 
 
 def test_a_prediction_that_fails_is_said_and_nothing_more(capsys):

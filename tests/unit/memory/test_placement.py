@@ -322,6 +322,15 @@ def test_a_map_that_cannot_be_followed_leaves_a_model_as_it_was(checkpoint, pret
     addresses = {flat.untyped_storage().data_ptr() for flat in pretended_card}
     assert addresses and addresses.isdisjoint(each.untyped_storage().data_ptr() for each in model.parameters())
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    empty_one = empty(checkpoint)
+    with pytest.raises(torch.OutOfMemoryError):
+        find_placement("custom", map={"": "cpu"}).attach(empty_one, CPU)
+    assert all(each.is_meta for each in empty_one.model.parameters()), "nobody has waited for its weights yet"
+    monkeypatch.undo()
+    placed = find_placement("custom", map={"": "cpu", "blocks.1": "disk"}).attach(empty_one, CPU)
+    placed.detach()
+    kept = {name: value.to(torch.bfloat16) for name, value in expected.items()}
+    assert all(torch.equal(value, kept[name]) for name, value in empty_one.model.state_dict().items())
 
 
 def test_what_is_placed_while_nothing_is_learnt_can_learn_later(checkpoint, pretended_card, monkeypatch):

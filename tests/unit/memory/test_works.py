@@ -250,6 +250,15 @@ def test_what_a_map_has_on_disk_comes_from_there(tmp_path):
     assert sum(placing.spread(USE, slow)["disk"]) == read
     assert work.seconds(slow) - work.seconds(replace(slow, disk_rate=1e30)) == pytest.approx(read / 1e6)
     assert not sizes(work.phase(slow), "page-locked") and not sizes(work.phase(slow), "host")
+    converted = Passes(use=USE.changed(stored_dtype=torch.bfloat16), placing=placing).phase(slow)
+    assert sum(sizes(converted, "page-locked").values()) == read, "which is read once and kept"
+
+
+@pytest.mark.parametrize(("stored", "share"), [(None, 1), (torch.float32, 1), (torch.bfloat16, 0.5), (torch.float64, 2)])
+def test_what_is_streamed_from_disk_is_as_large_as_it_is_stored(stored, share):
+    slow = replace(CARD, disk_rate=1e6)
+    work = Passes(use=USE.changed(stored_dtype=stored), placing=Placing(name="disk"))
+    assert work.seconds(slow) == pytest.approx(share * work.placing.plan(USE).moved_bytes / 1e6)
 
 
 def test_a_map_that_leaves_the_student_its_card_counts_the_fuller_one(tmp_path):

@@ -272,8 +272,23 @@ def test_a_plan_for_the_cpu_speaks_of_no_card(capsys):
     assert not any(line.startswith(":") for line in said.splitlines())
 
 
+def test_a_plan_for_the_cpu_has_all_of_its_memory_in_one_column(capsys):
+    """What is kept for backward would be page-locked beside a card, and counts as the rest does."""
+    kept = ["--activation-policy", "selective", "--activations-to-host", "--batch-size", "4"]
+    flags = ["plan", *TRAIN, *kept, "--device", "cpu", "--ram", "64GiB"]
+    assert main([*flags, "--json"]) == 0
+    asked = json.loads(capsys.readouterr().out)["asked"]
+    assert asked["page_locked"] > 2**27
+    assert main(flags) == 0
+    said = capsys.readouterr().out
+    assert "kept activations" in said and "page-locked" not in said
+    assert f" {Bytes(asked['device'] + asked['host'])} " in said.splitlines()[-4]
+
+
 def test_a_card_of_which_only_the_memory_is_known_has_the_speed_of_another():
-    assert "speed by that of an H200" in describe(described(gpu=Bytes(2**33), host_memory=Bytes(2**36)))
+    for card, whose in ((None, "h200"), ("h200", "h200"), ("rtx4090", "rtx4090")):
+        machine = described(card=card, gpu=Bytes(2**33), host_memory=Bytes(2**36))
+        assert f"8.0 GiB card (7.5 GiB for tensors, speed by that of the {whose})" in describe(machine)
     assert "speed by its published figures" in describe(CARD)
     assert "speed" not in describe(described(card="h200", host_memory=Bytes(2**36)))
 
@@ -307,7 +322,9 @@ def test_the_disk_is_as_fast_as_it_reads_the_models_files_here(tmp_path, monkeyp
     for name, size in (("small", 10), ("large", 20)):
         (tmp_path / f"{name}.safetensors").write_bytes(bytes(size))
     read = []
-    monkeypatch.setattr("wandistiller.plan.planner.read_rate", lambda files: read.extend(file.name for file in files) or 5e9)
+    monkeypatch.setattr(
+        "wandistiller.memory.raw_reads.read_rate", lambda files: read.extend(file.name for file in files) or 5e9
+    )
     assert find_hardware(PlanConfig(), str(tmp_path)).disk_rate == 5e9 and read == ["large.safetensors"]
     assert find_hardware(PlanConfig(disk="3GB/s"), str(tmp_path)).disk_rate == 3e9
     assert find_hardware(PlanConfig(card="rtx4090"), str(tmp_path)).disk_rate == 2e9, "another machine's disk"

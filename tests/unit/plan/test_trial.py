@@ -8,6 +8,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.errors import UsageError
+from wandistiller.memory.device_map import Custom
 from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Placing
@@ -41,6 +42,7 @@ USE = Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 
         Passes(use=USE, passes=2, held=(64,)),
         Passes(use=USE, placing=Placing(name="offload")),
         Passes(use=USE, placing=Placing(name="disk")),
+        Passes(use=USE.changed(stored_dtype=torch.bfloat16), placing=Placing(name="disk")),
         Passes(use=USE, placing=Placing(name="cpu")),
         Training(student=USE.changed(trains="everything", policy="selective", to_host=True), averages=True),
         Training(student=USE.changed(trains="everything"), placing=Placing(name="offload"), accumulation=2),
@@ -84,6 +86,7 @@ USE = Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 
         "guided",
         "streamed",
         "from disk",
+        "from disk in another precision",
         "on the host",
         "trained",
         "trained and streamed",
@@ -119,6 +122,25 @@ def test_a_teacher_that_rests_answers_while_steps_warm_up(rests, expected, monke
     work = Training(student=student, teacher=teacher, teacher_passes=2, teacher_rests=rests, accumulation=2)
     try_out(work, CPU, num_steps=2)
     assert asked == expected
+
+
+@pytest.mark.parametrize(("stored", "is_read"), [(None, True), (torch.bfloat16, False)])
+def test_what_a_map_has_on_disk_is_written_for_a_trial(stored, is_read, tmp_path, monkeypatch):
+    """And read from there, unless it is used in another precision: then it is kept."""
+    file, footprints = tmp_path / "map.json", []
+    file.write_text('{"": "cpu", "blocks.1": "disk"}')
+    attach = Custom.attach
+
+    def watch(placement, subject, device):
+        placed = attach(placement, subject, device)
+        footprints.append(placed.footprint)
+        return placed
+
+    monkeypatch.setattr(Custom, "attach", watch)
+    use = USE.changed(stored_dtype=stored)
+    try_out(Passes(use=use, placing=Placing(name="custom", device_map=file)), CPU, num_steps=1)
+    block = sum(each.nbytes for each in use.model.get_submodule("blocks.1").parameters())
+    assert footprints[0].disk == (block if is_read else 0)
 
 
 def test_a_disk_without_room_is_said_before_anything_is_written(monkeypatch):
