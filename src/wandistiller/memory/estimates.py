@@ -51,6 +51,8 @@ class Phase:
     """Steps that a job takes of it; 0 for what is done once for each sample, before or after them."""
     work: Any = None
     """What is done, for whoever wants to try it."""
+    is_least: bool = False
+    """Whether it takes more than that, and so much that nobody has worked out how much."""
 
     def total(self, where: Where, ranks: int = 1) -> Bytes:
         """What is in a place, of one process, or of all processes of a machine."""
@@ -90,10 +92,9 @@ class Estimate:
 
     @property
     def host(self) -> Bytes:
-        """Host memory of a machine, page-locked included."""
-        return max(
-            (Bytes(sum(phase.total(where, self.ranks) for where in _ON_HOST)) for phase in self.phases), default=Bytes(0)
-        )
+        """Host memory of a machine, page-locked included, and with what its processes take for themselves."""
+        most = max((sum(phase.total(where, self.ranks) for where in _ON_HOST) for phase in self.phases), default=0)
+        return Bytes(most + self.ranks * PROCESS)
 
     @property
     def page_locked(self) -> Bytes:
@@ -123,7 +124,9 @@ class Estimate:
         """Say what is not enough, with the margin that a prediction needs; nothing if all fits."""
         found = []
         if hardware.card is not None and not fits(self.device, hardware.room):
-            lack = f"needs {self.device} and a margin of {margin(self.device)} on a card that has {hardware.room}"
+            is_least = max(self.phases, key=lambda phase: phase.reserved).is_least
+            needed = f"more than {self.device}" if is_least else str(self.device)
+            lack = f"needs {needed} and a margin of {margin(self.device)} on a card that has {hardware.room}"
             if fits(self.in_use, hardware.room):
                 lack += f"; {self.in_use} are in use at the worst moment, so it may run if PyTorch gives back the rest in time"
             found.append(lack)
@@ -133,6 +136,8 @@ class Estimate:
         return found
 
 
+PROCESS = 500 * MIB
+"""What a process takes of the host before it has a tensor: Python, PyTorch, diffusers, and this program."""
 _MARGIN, _LEAST_MARGIN = 0.03, 300 * MIB
 _HARDLY = 0.01
 """Share of a step that counts as nothing."""

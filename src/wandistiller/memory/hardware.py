@@ -235,6 +235,11 @@ def described(
     """Return the machine that is described, and this one for what is not said."""
     if card is None and gpu is None and num_cards != 0:
         found = detect()
+        if num_cards is not None and found.card is None:
+            raise UsageError(
+                f"Which {num_cards} GPUs there will be is not known: there is none here.",
+                fix="Say it with --card rtx4090 or --gpu 24GiB; or --gpus 0 for the CPU alone.",
+            )
     else:
         chosen = H200 if card is None else find_card(card)
         if gpu is not None:

@@ -11,7 +11,7 @@ from wandistiller.errors import UsageError
 from wandistiller.memory.auto import choose
 from wandistiller.memory.durations import step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
-from wandistiller.memory.estimates import HOST_SHARE, Item, Phase, Where, most_that_fits
+from wandistiller.memory.estimates import HOST_SHARE, Phase, Where, most_that_fits
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.host_adamw import UPDATE_TRAFFIC
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
@@ -102,11 +102,6 @@ class Training:
         """Return what it takes."""
         if self._computes_on_host(hardware):
             return self._phase_on_host(hardware, name, num_steps)
-        least = least_kept(self.student)
-        if hardware.card is not None and least > 2 * hardware.card.memory:  # hopeless, and long to work out
-            kept = Item(self.student.name, "kept activations", "device", least)
-            seconds = float("inf")
-            return Phase(name=name, items=(kept,), peak=least, reserved=least, seconds=seconds, num_steps=num_steps, work=self)
         stage = Stage(name, hardware)
         slices = self.slices(hardware)
         # A slice's rank has a block's gradients whole until they are added up and cut, like one that sends them to the host.
@@ -132,6 +127,11 @@ class Training:
             scene.hold(student.name, "exchanged gradients", _cut(gradients, slices))
         # All batches of a step are brought before its first.
         scene.hold("", "batch", _batch_bytes(student) * self.accumulation)
+        least = least_kept(student)
+        if hardware.card is not None and least > 2 * hardware.card.memory:  # hopeless, and long to work out
+            scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
+            scene.hold(student.name, "kept activations", [least])
+            return replace(stage.finished(float("inf"), num_steps), is_least=True, work=self)
         trial = self._record(stage, hardware) if self.is_recorded else 0
         if trial:
             self._try_out(stage, trial)

@@ -139,7 +139,7 @@ def _space(job: CommandConfig, hardware: Hardware) -> _Space:
         return _Space(POLICIES, _together(places, hardware), [{"optimizer": name} for name in _OPTIMISERS])
     if isinstance(job, TrainConfig):
         places = _train_places(job) if hardware.card else [[{}]]
-        return _Space(POLICIES, _together(places, hardware), list(_train_savings(job)))
+        return _Space(_train_policies(job), _together(places, hardware), list(_train_savings(job)))
     return _Space([{"vae_gradient_checkpointing": value} for value in (False, True)], [[{}]])
 
 
@@ -165,6 +165,14 @@ def _teacher_places(hardware: Hardware) -> list[list[Changes]]:
 def _train_places(job: TrainConfig) -> list[list[Changes]]:
     names = ("gpu", "offload", "disk") if job.lora_rank else ("gpu", "offload")
     return [[{"placement": name}] for name in names]
+
+
+def _train_policies(job: TrainConfig) -> Sequence[Changes]:
+    """Where pixels count, the VAE that they are looked at through may be recomputed, too."""
+    if not job.pixel_loss_weight:
+        return POLICIES
+    plain, recomputed = ({"vae_gradient_checkpointing": value} for value in (False, True))
+    return [*({**policy, **plain} for policy in POLICIES[:2]), *({**policy, **recomputed} for policy in POLICIES)]
 
 
 def _together(tiers: Iterable[Sequence[Changes]], hardware: Hardware) -> list[list[Changes]]:

@@ -23,11 +23,19 @@ from wandistiller.memory.raw_reads import rate_of_largest
 from wandistiller.models.shapes import Shapes, find_shapes
 from wandistiller.models.sizes import SIZES
 from wandistiller.plan.bounds import least_on_card
-from wandistiller.plan.candidates import Changes, Way, all_ways, is_left_to_the_program
+from wandistiller.plan.candidates import Changes, Way, all_ways, is_left_to_the_program, kept
 from wandistiller.plan.search import Option, Search, Untried
 from wandistiller.sample.conditioning import check_image, image_inputs
 from wandistiller.sample.prediction import predict_sample
-from wandistiller.train.prediction import check_planned_student, media_phase, predict_distill, predict_train
+from wandistiller.train.distill_job import common_patch, read_student, with_sizes
+from wandistiller.train.prediction import (
+    asking_phase,
+    check_planned_student,
+    media_phase,
+    planned_pixels,
+    predict_distill,
+    predict_train,
+)
 from wandistiller.train.start_checks import (
     check_expert,
     check_ranks,
@@ -115,14 +123,17 @@ def make_plan(request: PlanRequest) -> Plan:
     check_can_start(job, shapes, hardware)
     predict = PREDICTIONS[request.command]
     resident = _RESIDENT_FIELDS.get(request.command)
-    for_data = _changes_for_data(job, request.given, shapes, hardware)
+    for_data = {
+        **_changes_for_data(job, request.given, shapes, hardware),
+        **_changes_for_asking(job, request.given, shapes, hardware),
+    }
     encoding = ("encoding text", "encoding media") if isinstance(job, TransformerTrainingConfig) else ()
     search = Search(
         predict=lambda changes: predict(replace(job, **changes), shapes, hardware),
         least_on_card=lambda changes: least_on_card(replace(job, **changes), shapes, hardware),
         hardware=hardware,
         resident_field=None if resident in request.given else resident,
-        fixed_phases=() if for_data else encoding,
+        fixed_phases=() if "vae_tiling" in for_data else encoding,
         # How a picture is decoded changes nothing about the steps before.
         num_policies=1 if request.command == "sample" else 2,
         # Of a teacher that is spread, more is on the cards the less of them the student takes.
@@ -151,6 +162,24 @@ def _changes_for_data(job: Any, given: frozenset[str], shapes: Shapes, hardware:
         return fits(media_phase(job, shapes, hardware).reserved, hardware.room)
 
     return {"vae_tiling": True} if not has_room(job) and has_room(replace(job, vae_tiling=True)) else {}
+
+
+def _changes_for_asking(job: Any, given: frozenset[str], shapes: Shapes, hardware: Hardware) -> Changes:
+    """Return in which batches a teacher can be asked beforehand at all: as large ones as there is room for."""
+    if not isinstance(job, DistillConfig) or not job.is_stored or "rollout_batch" in given or hardware.card is None:
+        return {}
+    is_open = "teacher_device_strategy" not in kept(job, given)
+    smallest = replace(job, teacher_device_strategy="offload") if is_open else job
+    student = read_student(job, shapes.transformers[0], shapes.vae)
+    smallest = with_sizes(smallest, student).with_guidance(shapes.size.guidance)
+    pixels = planned_pixels(smallest, shapes.vae, common_patch(student.config, shapes.transformers[0]))
+    batch = job.rollout_batch
+    while batch > 1:
+        phase = asking_phase(replace(smallest, rollout_batch=batch), shapes, hardware, pixels)
+        if fits(phase.reserved, hardware.room):
+            break
+        batch //= 2
+    return {"rollout_batch": batch} if batch != job.rollout_batch else {}
 
 
 def _stands_for(ways: Sequence[Option]) -> Option | None:
@@ -204,6 +233,11 @@ def find_hardware(options: PlanConfig, model: str) -> Hardware:
 
 def as_started(job: Any, hardware: Hardware) -> Hardware:
     """Return a machine as a job has it: all cards in one process where it draws or spreads a teacher, else each in its own."""
+    if hardware.card is None and job.device.startswith("cuda"):
+        raise UsageError(
+            f"--device {job.device} is planned for a machine without a GPU.",
+            fix="Say which GPU there will be with --card rtx4090 or --gpu 24GiB, or leave --device away.",
+        )
     if job.device == "cpu":
         return replace(hardware, card=None, num_cards=0, cards_each=1, num_nodes=1)
     is_together = isinstance(job, SampleConfig) or (isinstance(job, DistillConfig) and job.strategy in SPREAD)

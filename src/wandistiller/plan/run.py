@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from wandistiller.config.plan import PlanRequest
 from wandistiller.config.toml_file import write_config
-from wandistiller.errors import UsageError
 from wandistiller.files import check_can_write
 from wandistiller.plan.planner import Plan, make_plan
 from wandistiller.plan.show import as_json, show
@@ -38,12 +37,12 @@ def run_plan(request: PlanRequest) -> Planned:
     if not options.json:
         show(plan, top=options.top)
     if options.write is not None:
-        if plan.best_job is None:
-            raise UsageError("There is no plan to write: nothing fits.", fix="Take a smaller model, or a larger machine.")
-        write_config(options.write, plan.best_job, request.command)
+        if plan.best_job is not None:
+            write_config(options.write, plan.best_job, request.command)
         if not options.json:
             line = f"wandistiller {request.command} --config {options.write}"
-            say(f"Wrote {options.write}; run it with: {plan.launched(line)}")
+            run = f"Wrote {options.write}; run it with: {plan.launched(line)}"
+            say(run if plan.best_job is not None else f"Nothing was written to {options.write}, as nothing fits.")
     comparisons = verify(plan) if options.verify and (plan.best is not None or not options.json) else []
     if options.json:
         print(as_json(plan, top=options.top, comparisons=comparisons))

@@ -81,7 +81,7 @@ class Search:
             else:
                 self.found += self._tried(way)
         for way in later:
-            if any(each.fits and _can_judge(each, way) for each in self.found):
+            if any(each.fits and each.way.tier <= way.tier and _can_judge(each, way) for each in self.found):
                 self.untried.append(Untried(way, "slower than what fits"))
             else:
                 self.found += self._tried(way)
@@ -104,10 +104,12 @@ class Search:
         # What costs accuracy has to be better than everything, what costs none than its like.
         fitting = [each for each in self.found if each.fits and _can_judge(each, way)]
         rivals = [each.way for each in fitting if each.way.is_exact or not way.is_exact]
-        earlier = {each.policy for each in rivals if each.policy < way.policy}
+        earlier = [each for each in rivals if each.policy < way.policy]
         alike = [each for each in rivals if each.policy == way.policy]
-        is_fast_enough = any(each.tier == 0 and each.halvings == 0 and each.policy in earlier for each in rivals)
-        if self.is_in_order and (is_fast_enough or len(earlier) >= self.num_policies):
+        is_fast_enough = any(each.tier == 0 and each.halvings == 0 for each in earlier)
+        # What a slower place is chosen for may be far slower than recomputing more in a faster one.
+        policies = {each.policy for each in earlier if each.tier <= way.tier}
+        if self.is_in_order and (is_fast_enough or len(policies) >= self.num_policies):
             return "slower than what fits"
         if way.halvings and any(each.tier <= way.tier and each.halvings < way.halvings for each in alike):
             return "slower than a larger batch, which fits"
@@ -131,7 +133,7 @@ class Search:
             may_be_used = Bytes(int(HOST_SHARE * self.hardware.host_memory))
             lack = f"needs more than {on_host} of host memory, {may_be_used} may be used"
         if lack:
-            phase = Phase(name="training", peak=total, reserved=total, seconds=float("inf"))
+            phase = Phase(name="training", peak=total, reserved=total, seconds=float("inf"), is_least=True)
             yield Option(way, Estimate(phases=(phase,)), (lack,))
             return
         option = self._option(way)

@@ -106,6 +106,9 @@ def _phases(estimate: Estimate, title: str, hardware: Hardware) -> Table:
             sizes = [cells.get(where, "") for where in places]
             table.add_row(phase.name if number == 0 else "", what, *sizes)
         held = f"in use {phase.peak}, [bold]reserved {phase.reserved}[/bold]"
+        if phase.is_least:
+            table.add_row("", "[bold]at least[/bold], which is hopeless", f"[bold]{phase.peak}[/bold]", end_section=True)
+            continue
         exchange = f"; ranks exchange for {seconds_text(phase.exchange)} beside it" if phase.exchange else ""
         limit = limit_of(phase, hardware)
         limited = "" if limit is None else f", limited by {limit}"
@@ -149,6 +152,7 @@ def _option(option: Option, hardware: Hardware) -> dict[str, Any]:
                 "allocated": int(phase.peak),
                 "reserved": int(phase.reserved),
                 "seconds": _number(phase.seconds),
+                "is_least": phase.is_least,
                 "limited_by": limit_of(phase, hardware),
                 "exchange_seconds": phase.exchange,
                 "items": [

@@ -155,7 +155,7 @@ def check_student(
 ) -> None:
     """Raise ``UsageError`` for a student that cannot learn from its teachers; ``has_data`` says if data can be looked at."""
     teacher = teachers[0]
-    if config.feature_weight and plan.config["patch_size"] != teacher["patch_size"]:
+    if config.feature_weight and tuple(plan.config["patch_size"]) != tuple(teacher["patch_size"]):
         raise UsageError("--feature-weight needs the same tokens in both.", fix="Give the student the teacher's patch size.")
     blocks = ("num_layers", "num_attention_heads", "attention_head_dim")
     if config.feature_weight and any(each[name] != teacher[name] for each in teachers for name in blocks):

@@ -127,7 +127,7 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
         work = work.with_teacher(_as_spread(work.teacher_placing, work, hardware))
     phases = [*encoding_phases(config, shapes, hardware)]
     if config.is_stored:
-        phases.append(_asking_phase(config, asking_work(config, shapes, hardware, pixels), hardware))
+        phases.append(asking_phase(config, shapes, hardware, pixels))
     num_steps = config.num_steps or 1000
     training = work.phase(hardware, num_steps=num_steps)
     if config.strategy == "auto" and work.teacher is not None:
@@ -143,7 +143,9 @@ def check_planned_student(config: DistillConfig, shapes: Shapes) -> None:
     check_student(with_sizes(config, plan), plan, shapes.transformers, shapes.vae, has_data=False)
 
 
-def _asking_phase(config: DistillConfig, work: Passes, hardware: Hardware) -> Phase:
+def asking_phase(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels) -> Phase:
+    """Return what it takes to ask the teacher everything before training."""
+    work = asking_work(config, shapes, hardware, pixels)
     work = replace(work, placing=_as_spread(work.placing, work, hardware))
     asking = work.phase(hardware, name="asking the teacher", num_steps=config.rollout_steps)
     if config.strategy != "auto":
@@ -330,21 +332,23 @@ def _teacher_dtype(config: DistillConfig, hardware: Hardware) -> torch.dtype:
 
 
 def _results(work: Training, config: TransformerTrainingConfig) -> list[Item]:
-    """Return what a training writes: the states that are kept (weights, what the optimiser has, the average) and the result."""
+    """Return what a training writes: the result, which of adapters is in two dialects, and states, one more than are kept while
+    it is being written; a state has weights, what the optimiser has, and the average.
+    """
     trained = work.student.trained
     weights = sum(each.nbytes for each in trained)
     optimiser = sum((*work.optimiser.masters(trained), *work.optimiser.state(trained)))
     average = sum(4 * each.numel() for each in trained) if config.use_ema else 0
     return [
-        Item("student", "states", "disk", Bytes(config.keep * (weights + optimiser + average))),
-        Item("student", "result", "disk", Bytes(weights)),
+        Item("student", "states", "disk", Bytes((config.keep + 1) * (weights + optimiser + average))),
+        Item("student", "result", "disk", Bytes(weights * (2 if work.student.trains == "adapters" else 1))),
     ]
 
 
 def _caches(config: TransformerTrainingConfig, shapes: Shapes) -> list[Item]:
     """Return what encoders write for every thousand samples: embeddings as long as they can be, and latents in float32."""
     width = shapes.transformers[0]["text_dim"] * (4 if config.dtype == "float32" else 2)
-    found = [Item("text", f"cache for {_SAMPLES} captions", "disk", Bytes(_SAMPLES * 512 * width))]
+    found = [Item("text", f"cache for {_SAMPLES} captions of full length", "disk", Bytes(_SAMPLES * 512 * width))]
     if config.dataset_path is not None:
         latents = torch.Size(latent_shape(shapes.vae, planned_pixels(config, shapes.vae))).numel()
         found.append(Item("latents", f"cache for {_SAMPLES} samples", "disk", Bytes(4 * _SAMPLES * latents)))

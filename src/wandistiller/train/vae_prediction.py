@@ -52,7 +52,7 @@ def predict_train_vae(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware
     counts = {name: sum(each.numel() for each in found) for name, found in work.trained(work.build()).items()}
     average = counts["vae"] if config.use_ema else 0
     # Weights and two moments, and the average, in float32.
-    states = Bytes(config.keep * 4 * (3 * sum(counts.values()) + average))
+    states = Bytes((config.keep + 1) * 4 * (3 * sum(counts.values()) + average))  # one more while it is being written
     disk = (Item("vae", "states", "disk", states), Item("vae", "result", "disk", Bytes(4 * counts["vae"])))
     return Estimate(phases=(work.phase(hardware, num_steps=config.num_steps or 1000),), disk=disk)
 

@@ -8,7 +8,7 @@ import torch
 
 from wandistiller.memory.durations import POLICY_LAUNCHES, TRAINED_LAUNCHES, Seconds, step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
-from wandistiller.memory.estimates import Estimate, Item, Phase
+from wandistiller.memory.estimates import PROCESS, Estimate, Item, Phase
 from wandistiller.memory.hardware import described
 from wandistiller.memory.host_adamw import UPDATE_TRAFFIC
 from wandistiller.memory.placement import Subject
@@ -120,8 +120,9 @@ def test_updates_on_the_host_run_beside_the_next_forward_or_all_the_step(clips, 
 
 def test_ranks_that_compute_on_the_host_each_take_of_it():
     estimate = Estimate(phases=(Phase(name="training", peak=Bytes(10), reserved=Bytes(10)),), ranks=4)
-    small, large = (described(num_cards=0, host_memory=Bytes(size)) for size in (43, 45))
-    assert "needs 40 B of host memory" in estimate.lacks(small)[0] and not estimate.lacks(large)
+    needed = 4 * (10 + PROCESS)
+    small, large = (described(num_cards=0, host_memory=Bytes(int(needed / 0.9) + more)) for more in (-10, 10))
+    assert f"needs {Bytes(needed)} of host memory" in estimate.lacks(small)[0] and not estimate.lacks(large)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_gradients_that_are_added_up_on_the_host_are_in_float32():
 def test_a_machine_has_what_its_ranks_do_not_share_several_times():
     items = tuple(Item("x", kind, "host", Bytes(10), is_shared=kind == "shared") for kind in ("shared", "own"))
     estimate = Estimate(phases=(Phase(name="x", items=items),), ranks=4)
-    assert estimate.host == 10 + 4 * 10
+    assert estimate.host == 10 + 4 * (10 + PROCESS)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,56 @@ def test_nothing_fits(capsys):
     assert "Nothing fits" in capsys.readouterr().out
 
 
+def test_where_nothing_fits_nothing_is_written_and_all_is_said(tmp_path, capsys):
+    flags = ["plan", *TRAIN, "--gpu", "100MiB", "--ram", "64GiB", "--write", str(tmp_path / "run.toml")]
+    assert main([*flags, "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["fits"] and not list(tmp_path.iterdir())
+    assert main(flags) == 1
+    assert "Nothing was written to " in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_more_host_memory_never_makes_it_slower():
+    """Blocks of the 14B have room in host memory for nothing but a few at a time: streamed from the disk they would crawl."""
+    flags = ["train", "--model", "wan2.1-14b", "--lora-rank", "16", "--frames", "1", "--gpu", "31GiB"]
+    small, large = (make_plan(parse("plan", [*flags, "--ram", ram])).best for ram in ("3GiB", "20GiB"))
+    assert small.way.tier == large.way.tier == 0 and large.seconds == pytest.approx(small.seconds)
+
+
+def test_features_of_a_teacher_cut_from_itself_are_planned():
+    plan = make_plan(parse("plan", [*DISTILL, "--feature-weight", "1", "--card", "h200", "--ram", "64GiB"]))
+    assert "student matched features" in {f"{item.role} {item.kind}" for item in plan.asked.estimate.phases[-1].items}
+
+
+def test_a_teacher_is_asked_beforehand_in_batches_that_fit():
+    size = ["--width", "832", "--height", "480", "--frames", "81"]
+    stored = ["distill", "--teacher-path", "wan2.1-1.3b", "--dataset-path", "clips", "--cache-teacher", *size]
+    machine = ["--gpu", "16GiB", "--ram", "64GiB"]
+    plan = make_plan(parse("plan", [*stored, *machine]))
+    batch = plan.best.changes["rollout_batch"]
+    assert 1 <= batch < 16 and f"--rollout-batch {batch}" in plan.command
+    twice = ["--rollout-batch", str(2 * batch), "--teacher-device-strategy", "offload"]
+    assert not make_plan(parse("plan", [*stored, *machine, *twice])).fitting
+
+
+def test_what_is_hopeless_is_said_role_by_role(capsys):
+    flags = [
+        "plan",
+        "train",
+        "--model",
+        "wan2.1-14b",
+        "--activation-policy",
+        "none",
+        "--no-activations-to-host",
+        "--placement",
+        "gpu",
+    ]
+    assert main([*flags, "--gpu", "24GiB", "--ram", "64GiB", "--weights-dtype", "float32"]) == 1
+    said = capsys.readouterr().out
+    training = said[said.index("│ training") :]
+    assert all(word in training for word in ("student weights", "optimiser", "kept", "at least"))
+    assert "As asked for it needs more than " in said
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -203,6 +253,8 @@ def test_nothing_fits(capsys):
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "much"], "'much' is not a size"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "25GB/h"], "is not a rate"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "24"], "'24' has no unit"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--gpus", "2"], "Which 2 GPUs there will be is not known"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--gpus", "0", "--device", "cuda"], "a machine without a GPU"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--write", "plan.txt"], "no TOML file"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "0GB/s"], "--bus 0GB/s would take for ever"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "0GiB"], "--gpu 0GiB is no memory"),
@@ -282,7 +334,7 @@ def test_a_plan_for_the_cpu_has_all_of_its_memory_in_one_column(capsys):
     assert main(flags) == 0
     said = capsys.readouterr().out
     assert "kept activations" in said and "page-locked" not in said
-    assert f" {Bytes(asked['device'] + asked['host'])} " in said.splitlines()[-4]
+    assert f"│ {Bytes(asked['device'] + asked['host'])} │ as asked for │" in said
 
 
 def test_a_card_of_which_only_the_memory_is_known_has_the_speed_of_another():

@@ -46,7 +46,8 @@ def on_disk(estimate):
 
 
 def test_states_are_as_large_as_the_optimiser_makes_them():
-    whole, short = (on_disk(train(optimizer=name, keep=1))["student states"] for name in ("adamw", "adamw8bit"))
+    """The one that is kept, and the next while it is being written."""
+    whole, short = (on_disk(train(optimizer=name, keep=1))["student states"] / 2 for name in ("adamw", "adamw8bit"))
     assert whole == pytest.approx(12 * COUNT, rel=0.01)
     # Two bytes for the moments, but for small tensors.
     assert 6 * COUNT < short < 7 * COUNT
@@ -56,7 +57,7 @@ def test_caches_are_counted():
     found = on_disk(distill(dataset_path="clips", cache_teacher=True, teacher_draws=3))
     latents = 8 * 8 * 8
     assert found["latents cache for 1000 samples"] == 4 * 1000 * latents
-    assert found["text cache for 1000 captions"] == 2 * 1000 * 512 * TINY["text_dim"]
+    assert found["text cache for 1000 captions of full length"] == 2 * 1000 * 512 * TINY["text_dim"]
     assert found["teacher records for 1000 samples"] == 2 * 2 * 3 * 1000 * latents, "two latents in 16 bits"
     anew = on_disk(distill(dataset_path="clips", cache_teacher=True, teacher_draws=3, refresh_every=10))
     of = "teacher records for 1000 samples"
@@ -67,7 +68,7 @@ def test_a_vae_leaves_its_average_and_itself():
     plain, averaged = (
         on_disk(predict_train_vae(TrainVaeConfig(keep=1, use_ema=ema, **SIZE), SHAPES, CARD)) for ema in (False, True)
     )
-    assert averaged["vae states"] - plain["vae states"] == plain["vae result"] == plain["vae states"] / 3
+    assert averaged["vae states"] - plain["vae states"] == 2 * plain["vae result"] == plain["vae states"] / 3
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,18 @@ def test_nothing_slower_than_the_fastest_place_is_tried_once_it_fits():
     assert any("Not tried: 2 ways, slower than what fits" in line for line in reasons(plan_of(search)))
 
 
+def test_what_fits_in_a_slow_place_alone_tells_nothing_of_faster_ones():
+    """Two policies fit from the disk; the third fits on the card."""
+    disk = [way(10, 28.0, tier=2), way(9, 29.0, policy=1, tier=2)]
+    search = searched(
+        [way(30, 0.2), *disk[:1], way(28, 0.3, policy=1), *disk[1:], way(15, 0.4, policy=2), way(5, 30.0, policy=2, tier=2)]
+    )
+    assert plan_of(search).best.seconds == 0.4
+    assert [each.way.changes["seconds"] for each in search.untried] == [30.0]
+    smaller = searched([way(30, 0.2), *disk, way(12, 0.5, policy=2, halvings=1)])
+    assert plan_of(smaller).best.seconds == 0.5
+
+
 def test_ranks_that_wait_for_each_other_say_nothing_of_those_that_share_otherwise():
     """The order of the ways is that of their computation, which is not what such a step is long for."""
     sliced = {"parallel": "fsdp", "waits": 3.0}
