@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +40,7 @@ from wandistiller.config.placement import READS_FILES
 from wandistiller.memory.allocator_model import expandable_segments
 from wandistiller.memory.estimates import fits_host, margin
 from wandistiller.memory.hardware import H200, Hardware, detect
-from wandistiller.memory.rates import Launches, elementwise_rate, matmul_rate, synchronise, update_rate
+from wandistiller.memory.rates import Launches, elementwise_rate, matmul_rate, update_rate
 from wandistiller.memory.raw_reads import read_rate
 from wandistiller.memory.step_limit import limit_of
 from wandistiller.memory.works import Passes, Training
@@ -214,10 +214,9 @@ class Results:
 class Moment:
     """A machine's rates when something is tried on it: what others do on its host and disk changes them all the time."""
 
-    def __init__(self, work: Work, hardware: Hardware, device: torch.device, launches: Launches) -> None:
+    def __init__(self, work: Work, hardware: Hardware, launches: Launches) -> None:
         self._work = work
         self._hardware = hardware
-        self._device = device
         self._launches = launches
         self._rates = defaultdict[str, list[float]](list)
 
@@ -230,9 +229,7 @@ class Moment:
             self._rates["attention"].append(matmul_rate(_CPU, torch.float32))
             self._rates["values"].append(elementwise_rate(self._work.use.dtype))
         elif not self._updates_on_host:  # that goes on between steps
-            self._launches()
-            for _ in range(10):
-                self._time("launches", self._launches)
+            self._rates["launches"].append(1 / self._launches.seconds(least=0.1))
         if files:
             time.sleep(1)  # the first blocks of the next step are read
             self._rates["disk"].append(read_rate(files, at_most=2**33, seconds=4))
@@ -244,13 +241,6 @@ class Moment:
     @property
     def _updates_on_host(self) -> bool:
         return isinstance(self._work, Training) and self._work.is_on_host
-
-    def _time(self, name: str, run: Callable[[], int]) -> None:
-        synchronise(self._device)
-        start = time.perf_counter()
-        amount = run()
-        synchronise(self._device)
-        self._rates[name].append(amount / (time.perf_counter() - start))
 
     def hardware(self) -> Hardware:
         """Return the machine as it was then, when nothing else goes on."""
@@ -284,7 +274,7 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
             if is_late or said.seconds > arguments.longest or not fits_host(said.page_locked, hardware):
                 results.leave_out(kind, name)
                 continue
-            before, beside = (Moment(work, hardware, device, launches) for _ in _MOMENTS)
+            before, beside = (Moment(work, hardware, launches) for _ in _MOMENTS)
             try:
                 with files_to_read(work) as files:
                     before.look(files)

@@ -57,6 +57,7 @@ class Launches:
 
         config = {**SIZES["tiny"].transformer, "num_layers": 12}  # blocks, rather than what is there once
         use = Use(name="tiny", config=config, latent_shape=(8, 1, 8, 8), text_tokens=8)
+        self._device = device
         self._model = use.build(use.num_blocks)
         find_placement("gpu").attach(Subject(model=self._model, blocks=[], read=RandomWeights(self._model)), device)
         options = {"device": device, "dtype": use.dtype}
@@ -74,12 +75,15 @@ class Launches:
         self._model(*self._inputs)
         return self.count
 
+    def seconds(self, *, least: float = 0.5) -> float:
+        """Return the host's time for each: the usual one, also where others use the host, as steps will have it."""
+        return _seconds(self, self._device, least=least) / self.count
+
 
 @functools.cache
 def launch_seconds(device: torch.device) -> float:
     """Return the host's time for a kernel that a Wan asks for."""
-    launches = Launches(device)
-    return _undisturbed_seconds(launches, device) / launches.count
+    return Launches(device).seconds()
 
 
 @functools.cache
@@ -112,18 +116,8 @@ def fastest_cpu_dtype() -> torch.dtype:
     return max((torch.float32, torch.bfloat16), key=lambda dtype: matmul_rate(cpu, dtype))
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of five runs after one to warm up."""
-    return statistics.median(_times(work, device))
-
-
-def _undisturbed_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the time of work that the host does, of many runs one of the shortest: other work only makes them longer."""
-    return statistics.quantiles(_times(work, device, least=0.5), n=10, method="inclusive")[0]
-
-
-def _times(work: Callable[[], object], device: torch.device, *, least: float = 0.0) -> list[float]:
-    """Return what five runs take after one to warm up, and more until these have taken ``least`` seconds."""
+def _seconds(work: Callable[[], object], device: torch.device, *, least: float = 0.0) -> float:
+    """Return the median time of five runs after one to warm up, and of more until these have taken ``least`` seconds."""
     times: list[float] = []
     work()
     while len(times) < 5 or sum(times) < least:
@@ -132,7 +126,7 @@ def _times(work: Callable[[], object], device: torch.device, *, least: float = 0
         work()
         synchronise(device)
         times.append(time.perf_counter() - start)
-    return times
+    return statistics.median(times)
 
 
 def synchronise(device: torch.device) -> None:
