@@ -7,12 +7,15 @@ exactly ``num_slots`` blocks however deep the model is.
 
 Order is kept by tickets (see ``lanes``); the host never waits. A copy into a slot may start when all computation issued before
 the current block is done, and that is enough: by then everything that used the block before it has been issued, forward and
-(autograd runs in the reverse order of the forward) backward.
+(autograd runs in the reverse order of the forward) backward. Blocks that stay on the device have no slot, but when one of them
+computes the slot of the block before it is free, so copies go on meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +34,11 @@ from wandistiller.memory.residents import blocks_to_keep, spread_evenly
 from wandistiller.memory.stored_state import keep_state_readable
 
 _NOBODY = object()
+
+
+def _direction() -> int:
+    """Return 1 in forward and -1 in backward. A forward inside of a backward is a recomputation: the block before is next."""
+    return 1 if torch._C._current_graph_task_id() == -1 else -1
 
 
 @dataclass(eq=False)
@@ -55,6 +63,8 @@ class BlockStream:
         self.lane = lane
         self.num_slots = num_slots
         self.blocks: list[nn.Module] = []
+        self.residents: list[tuple[nn.Module, int]] = []
+        """Blocks that stay on the device from the beginning, each with how many in ``blocks`` come before it."""
         self.layouts: list[BlockLayout] = []
         self.store: BlockStore
         self.slots: list[Slot] = []
@@ -73,7 +83,7 @@ class BlockStream:
         self._changing: set[int] = set()
         """Buffers that forward was seen to change; they stay on the device since."""
         self._kept: dict[int, Tensor] = {}
-        """Blocks that stay on the device since the bus was found too slow, by position."""
+        """Blocks that stay since the bus was found too slow, by position."""
         self.is_timed = False
         """Whether passes are timed, for ``keep_up``."""
         self._clocks: dict[int, tuple[Ticket, Ticket]] = {}
@@ -201,6 +211,7 @@ class BlockStream:
         ``step`` is 1 in forward and -1 in backward. Where forward ends without a backward to come, the first block is next.
         """
         if position in self._kept:
+            self.pass_by(position, step)
             return
         if self.stepping is not None:
             end_failed_step(self)
@@ -210,29 +221,48 @@ class BlockStream:
                 why="what is stored would no longer reach them.",
                 fix="Detach it, move or convert it, and stream it again.",
             )
-        count, upcoming, place = len(self._ring), [], self._places[position]
-        for ahead in range(1, self.num_slots):
-            following = place + step * ahead
-            if 0 <= following < count or (step > 0 and not torch.is_grad_enabled()):
-                upcoming.append(self._ring[following % count])
+        place = self._places[position]
         # Taken before anything of this block is issued: what the next blocks overwrite has been used by then.
         used = self.lane.mark()
         slot = self._bring(position, used)
-        self.store.expect([*upcoming, *self._further(position, step)])
+        upcoming = self._upcoming(range(place + step, place + step * self.num_slots, step), step)
+        self._expect(upcoming, place + step * self.num_slots, step)
         self.lane.wait(slot.ready)
         if self.unpacked is not None and self._unpacked_holds != position:
             with torch.no_grad():
                 self.store.unpack(position, slot.landing, self.unpacked)
             self._unpacked_holds = position
             slot.emptied = self.lane.mark()
-        for following in upcoming:
-            if self._slot(following) is not slot:
-                self._bring(following, used)
+        self._bring_all(upcoming, used, {id(slot)})
 
-    def _further(self, position: int, step: int) -> list[int]:
-        """Return the blocks beyond the ring, for a store that reads ahead."""
-        reach = range(self.num_slots, self.num_slots + 2)
-        return [self._ring[(self._places[position] + step * ahead) % len(self._ring)] for ahead in reach]
+    def pass_by(self, position: int, step: int) -> None:
+        """Start on the next blocks while one computes that stays on the device.
+
+        ``position`` is where it would be among those that do not: so many of them come before it.
+        """
+        if not self._ring or self.stepping is not None:
+            return
+        place = bisect_left(self._ring, position) - (1 if step < 0 else 0)
+        upcoming = self._upcoming(range(place, place + step * self.num_slots, step), step)
+        self._expect(upcoming, place + step * self.num_slots, step)
+        self._bring_all(upcoming, self.lane.mark(), set())
+
+    def _upcoming(self, places: Iterable[int], step: int) -> list[int]:
+        """Return the blocks at these places in the ring, as far as the pass goes; after a forward alone comes another one."""
+        count, goes_on = len(self._ring), step > 0 and not torch.is_grad_enabled()
+        return [self._ring[place % count] for place in places if 0 <= place < count or goes_on]
+
+    def _expect(self, upcoming: list[int], place: int, step: int) -> None:
+        """Name the next blocks, and two that come after them at a place in the ring, to a store that reads ahead."""
+        self.store.expect([*upcoming, *(self._ring[(place + step * ahead) % len(self._ring)] for ahead in range(2))])
+
+    def _bring_all(self, upcoming: list[int], used: Ticket, taken: set[int]) -> None:
+        """Bring blocks into their slots, but for those that are ``taken`` by one that is needed sooner."""
+        for position in upcoming:
+            slot = self._slot(position)
+            if id(slot) not in taken:
+                self._bring(position, used)
+                taken.add(id(slot))
 
     def _bring(self, position: int, used: Ticket) -> Slot:
         slot = self._slot(position)
@@ -251,6 +281,8 @@ class BlockStream:
             self._hooks += self.gradients.hooks
         for position, block in enumerate(self.blocks):
             self._hook(position, block)
+        for block, position in self.residents:
+            self._hook_resident(position, block)
         self._keep_state_readable()
 
     def _hook(self, position: int, block: nn.Module) -> None:
@@ -262,14 +294,12 @@ class BlockStream:
 
         @torch.compiler.disable
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # A forward inside of a backward is a recomputation, and the block before is next.
-            is_backward = torch._C._current_graph_task_id() != -1
-            self.use(position, -1 if is_backward else 1)
+            self.use(position, _direction())
             versions.update({name: version_of(buffer) for name, buffer in buffers.items()})
             given.clear()
             if torch.is_grad_enabled():
                 given.update({id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs)) if tensor.requires_grad})
-            if self.is_timed and not is_backward:
+            if self.is_timed and _direction() > 0:
                 self._clocks[position] = (self.lane.clock(), None)
 
         @torch.compiler.disable
@@ -298,6 +328,20 @@ class BlockStream:
             attach_mark(part, "stream", "streamed blocks")
         # Before all others, which may compute with the weights already.
         self._hooks.append(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._hooks.append(block.register_forward_hook(after))
+
+    def _hook_resident(self, position: int, block: nn.Module) -> None:
+        @torch.compiler.disable
+        def before(module: nn.Module, args: Any) -> None:
+            self.pass_by(position, _direction())
+
+        @torch.compiler.disable
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self.pass_by(position, -1))
+
+        self._hooks.append(block.register_forward_pre_hook(before, prepend=True))
         self._hooks.append(block.register_forward_hook(after))
 
     def _let_stay(self, buffer: Tensor) -> None:

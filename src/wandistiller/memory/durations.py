@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from wandistiller.memory.hardware import Card, Hardware
+from wandistiller.memory.ring_schedule import Ring, ring_seconds
 from wandistiller.memory.tape import BACKWARD, Kernel, Part, Tape
 
 _CONVOLUTION_PASSES = 6.2
@@ -105,15 +106,19 @@ def _on(card: Card, kernel: Kernel) -> float:
     return moved
 
 
-def streamed(seconds: Seconds, block_bytes: int, rate: float) -> Seconds:
-    """Return the time of a step whose blocks come over a bus or from a disk, in each direction of the pass.
-
-    Copies run beside the computation, so the slower of the two counts. Of trained blocks the gradients leave at the same time,
-    the other way.
-    """
-    copy = block_bytes / rate
+def read_ahead(seconds: Seconds, copy: float) -> Seconds:
+    """Return the time of a step whose blocks come from a disk well ahead of their use, all of them in ``copy`` seconds."""
     backward = max(seconds.backward, copy) if seconds.backward else 0.0
     return replace(seconds, forward=max(seconds.forward, copy), backward=backward)
+
+
+def streamed(seconds: Seconds, ring: Ring, copy: float, unpack: float = 0.0) -> Seconds:
+    """Return the time of a step whose blocks come over a bus, all of them in ``copy`` seconds, in each direction of the pass.
+
+    Of trained blocks the gradients leave at the same time, the other way.
+    """
+    forward, backward = ring_seconds(ring, seconds.forward, seconds.backward, copy, unpack)
+    return replace(seconds, forward=forward, backward=backward)
 
 
 def updated_on_host(seconds: Seconds, update: float, *, clips: bool) -> float:

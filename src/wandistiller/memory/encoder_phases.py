@@ -61,7 +61,7 @@ class TextEncoding:
         if self.placing == "offload":
             plan = StreamPlan(subject, 2, self.resident, quantise=False)
             stage.stream("text encoder", plan, find_placement("offload", resident=self.resident).predict(subject, _CUDA))
-            seconds = streamed(seconds, plan.moved_bytes, hardware.bus_rate)
+            seconds = streamed(seconds, plan.ring, plan.moved_bytes / hardware.bus_rate)
         elif self.placing == "cpu":
             stage.add("text encoder", "weights", "host", sum(sizes))
             stage.add("text encoder", "working memory", "host", Scene().play(self._tape, {}).peak)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wandistiller.memory.durations import Seconds, step_seconds, streamed
+from wandistiller.memory.durations import Seconds, read_ahead, step_seconds, streamed
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Use
@@ -40,8 +40,9 @@ def placed_seconds(seconds: Seconds, use: Use, placing: Placing, hardware: Hardw
         return replace(seconds, forward=seconds.forward + brought + visits)
     if not placing.is_streamed:
         return seconds
-    rate = hardware.bus_rate
+    plan = placing.plan(use)
     if placing.name == "disk":  # where there may be more of them than arrive, or less
         read = (use.stored_dtype or use.dtype).itemsize / use.dtype.itemsize
-        rate = min(hardware.disk_rate / read, rate)
-    return streamed(seconds, placing.plan(use).moved_bytes, rate)
+        return read_ahead(seconds, plan.moved_bytes / min(hardware.disk_rate / read, hardware.bus_rate))
+    unpack = plan.unpacked_bytes / hardware.card.bandwidth if hardware.card is not None else 0.0
+    return streamed(seconds, plan.ring, plan.moved_bytes / hardware.bus_rate, unpack)

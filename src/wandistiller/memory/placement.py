@@ -23,6 +23,7 @@ from wandistiller.memory.host import HostBudget, whole_pages
 from wandistiller.memory.layout import BlockLayout, align, bind, lay_out, named_tensors, travelling
 from wandistiller.memory.monitor import device_memory
 from wandistiller.memory.residents import spread_evenly
+from wandistiller.memory.ring_schedule import Ring
 from wandistiller.memory.shared_host import ranks_here, share
 from wandistiller.memory.streaming import ReadTensor, stream_blocks
 from wandistiller.models.weight_files import Entry
@@ -279,12 +280,13 @@ class StreamPlan:
         streamed = [block for index, block in enumerate(subject.blocks) if index not in kept]
         self.layouts: list[BlockLayout] = [lay_out(each) for each in travelling(subject.model, streamed, train=train)]
         self._quantise = quantise
+        self.ring = Ring(len(subject.blocks), len(kept), min(num_slots, max(len(streamed), 1)), quantise)
         inside = {id(member.tensor) for layout in self.layouts for member in layout.members}
         self.outside = [_size(tensor) for _, tensor in named_tensors(subject.model) if id(tensor) not in inside]
         """Bytes of the tensors that stay on the device, resident blocks included."""
         largest = max((layout.num_bytes for layout in self.layouts), default=0)
         arriving = max((self.stored_bytes(layout) for layout in self.layouts), default=0)
-        self.slots = [arriving] * min(num_slots, max(len(streamed), 1)) + ([largest] if quantise else [])
+        self.slots = [arriving] * self.ring.num_slots + ([largest] if quantise else [])
         """Bytes of what blocks arrive in, and of what they are unpacked into."""
 
     @property
@@ -293,15 +295,27 @@ class StreamPlan:
         return sum(map(self.stored_bytes, self.layouts))
 
     @property
+    def unpacked_bytes(self) -> int:
+        """What the card reads and writes when all blocks are unpacked once."""
+        return sum(self._packed_bytes(layout) + 2 * self._num_packed(layout) for layout in self.layouts)
+
+    @property
     def device_bytes(self) -> int:
         return sum(self.outside) + sum(self.slots)
 
     def stored_bytes(self, layout: BlockLayout) -> int:
         """Return what a block takes where it lives."""
+        return self._packed_bytes(layout) + layout.num_bytes - 2 * self._num_packed(layout)
+
+    def _packed_bytes(self, layout: BlockLayout) -> int:
+        """Return what those values of a block take that are packed, with their factors."""
+        count = self._num_packed(layout)
+        return align(count) + align(2 * (count // QuantisedStore.GROUP))
+
+    def _num_packed(self, layout: BlockLayout) -> int:
         if not self._quantise:
-            return layout.num_bytes
-        count = sum(member.shape.numel() for member in layout.members if QuantisedStore.is_packed(member))
-        return align(count) + align(2 * (count // QuantisedStore.GROUP)) + layout.num_bytes - 2 * count
+            return 0
+        return sum(member.shape.numel() for member in layout.members if QuantisedStore.is_packed(member))
 
 
 def _move(subject: Subject, device: torch.device) -> None:

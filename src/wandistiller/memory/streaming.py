@@ -74,9 +74,14 @@ def stream_blocks(
         raise UsageError(f"{num_slots} slots and {resident} resident blocks are not possible.", fix="Take a slot or more.")
     device = torch.device(device)
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
-    streamed = [block for index, block in enumerate(blocks) if index not in spread_evenly(len(blocks), resident)]
+    kept = spread_evenly(len(blocks), resident)
+    streamed = [block for index, block in enumerate(blocks) if index not in kept]
     stream = BlockStream(model, device, lane or lane_for(device), min(num_slots, max(len(streamed), 1)))
     stream.blocks = streamed
+    visiting = {id(block) for block in streamed}  # a block that is used twice may be among them, too
+    stream.residents = [
+        (blocks[index], index - before) for before, index in enumerate(sorted(kept)) if id(blocks[index]) not in visiting
+    ]
     taken: set[int] = set()
     for tensors in travelling(model, streamed, train=train):
         taken |= {id(tensor) for _, tensor in tensors}

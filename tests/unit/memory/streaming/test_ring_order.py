@@ -80,6 +80,7 @@ def passes(order, num_blocks, num_slots, resident, device=None, training=False):
     model = nn.Sequential(*[Block(index, device, seen) for index in range(num_blocks)])
     stream = stream_blocks(model, list(model), "cpu", num_slots=num_slots, resident=resident, lane=device)
     positions = {block.index: position for position, block in enumerate(stream.blocks)}
+    between = {block.index: position for block, position in stream.residents}
     expected = []
     for _ in range(3):
         with torch.set_grad_enabled(training):
@@ -89,6 +90,8 @@ def passes(order, num_blocks, num_slots, resident, device=None, training=False):
             for block in reversed(list(model)):
                 if block.index in positions:
                     stream.use(positions[block.index], -1)
+                else:
+                    stream.pass_by(between[block.index], -1)
                 block.compute()
             expected += reversed(range(num_blocks))
     device.run(ORDERS[order])
@@ -96,9 +99,9 @@ def passes(order, num_blocks, num_slots, resident, device=None, training=False):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("resident", [0, 1, 2, 4])
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
-@pytest.mark.parametrize("num_blocks", [1, 2, 5, 6])
+@pytest.mark.parametrize("num_blocks", [1, 2, 5, 6, 7])
 def test_every_block_computes_on_its_own_weights(num_blocks, num_slots, resident, training):
     for order in ORDERS:
         seen, expected = passes(order, num_blocks, num_slots, resident, training=training)
