@@ -36,8 +36,8 @@ from tried import KINDS, small
 from untried import untried
 
 from wandistiller.cli.main import let_segments_grow
-from wandistiller.config.placement import READS_FILES
 from wandistiller.memory.allocator_model import expandable_segments
+from wandistiller.memory.device_map import reads_files
 from wandistiller.memory.estimates import fits_host, margin
 from wandistiller.memory.hardware import H200, Hardware, detect
 from wandistiller.memory.rates import Launches, elementwise_rate, matmul_rate, update_rate
@@ -296,7 +296,7 @@ def compare(works: list[Named], arguments: argparse.Namespace, device: torch.dev
 def is_read_from_disk(work: Work) -> bool:
     placings = [work.placing] if isinstance(work, Passes | Training) else []
     placings += [work.teacher_placing] if isinstance(work, Training) else []
-    return any(placing.name in READS_FILES for placing in placings)
+    return any(reads_files(placing.name, placing.device_map) for placing in placings)
 
 
 @contextmanager

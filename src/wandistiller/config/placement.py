@@ -10,8 +10,6 @@ from wandistiller.units import Bytes
 PlacementName = Literal["auto", "gpu", "cpu", "offload", "disk", "balanced", "sequential", "custom"]
 SPREAD = ("balanced", "sequential", "custom")
 """Those that are over several GPUs of one process."""
-READS_FILES = ("disk", "custom")
-"""Those that may read the user's files in every step."""
 
 
 def parse_resident(text: str, flag: str) -> int | Literal["auto"]:

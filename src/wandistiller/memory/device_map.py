@@ -55,6 +55,7 @@ class ByDeviceMap(Placement):
         footprint = _footprint(subject, device_map)
         locked = set[int]()
         empty = {name for name, tensor in named_tensors(subject.model) if tensor.is_meta}
+        on_host: dict[str, Tensor] = {}
         try:
             on_host, on_disk = _load(subject, device_map, locked)
             # An index that is empty is one too: all of what is on disk has to be converted, and is in host memory.
@@ -69,8 +70,10 @@ class ByDeviceMap(Placement):
             for name, tensor in named_tensors(subject.model):
                 if name in empty:  # nobody has waited for it yet, and a card's would have to find room
                     unbind(tensor)
-                else:
-                    _to_ordinary_memory(tensor, locked)
+                    continue
+                if tensor.is_meta:  # accelerate was about to bring it when its turn comes
+                    bind(tensor, on_host[name])
+                _to_ordinary_memory(tensor, locked)
             raise
         return Placed(footprint, lambda: _undo(subject, locked))
 
@@ -127,6 +130,11 @@ def read_device_map(path: Path) -> DeviceMap:
     if not isinstance(content, dict):
         raise UsageError(f"The device map {path} is not a table.", fix='Write {"module": "cpu", ...}.')
     return flatten_device_map(content)
+
+
+def reads_files(placement: str, device_map: Path | None) -> bool:
+    """Say whether weights come from the user's files in every step."""
+    return placement == "disk" or (device_map is not None and "disk" in read_device_map(device_map).values())
 
 
 def flatten_device_map(content: Mapping[str, Any], prefix: str = "") -> DeviceMap:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from wandistiller.errors import UsageError, nearest
 from wandistiller.memory.block_store import QuantisedStore
 from wandistiller.memory.block_stream import BlockStream
+from wandistiller.memory.disk_store import NUM_BUFFERS
 from wandistiller.memory.host import HostBudget, whole_pages
 from wandistiller.memory.layout import BlockLayout, align, bind, lay_out, named_tensors, travelling
 from wandistiller.memory.monitor import device_memory
@@ -237,7 +238,7 @@ class FromDisk(Placement):
 
     def predict(self, subject: Subject, device: torch.device) -> Footprint:
         plan = StreamPlan(subject, self.num_slots, self.resident, quantise=False)
-        buffers = 4 * whole_pages(max((layout.num_bytes for layout in plan.layouts), default=0))
+        buffers = NUM_BUFFERS * whole_pages(max((layout.num_bytes for layout in plan.layouts), default=0))
         locked = buffers if device.type == "cuda" else 0
         return Footprint(
             devices={str(device): Bytes(plan.device_bytes)},

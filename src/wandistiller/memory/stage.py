@@ -64,11 +64,10 @@ class Placing:
         limits: dict[int | str, int] = dict.fromkeys(cards, hardware.room)
         limits["cpu"] = hardware.host_memory
         limits |= given
-        subject = _subject(use)
-        device_map = foreseen_map(self.name, subject, limits, self.device_map)
         # What a file holds otherwise than it is used is read once and kept in host memory.
         is_as_used = use.stored_dtype in (None, use.dtype)
-        return shares(replace(subject, locate=(lambda name: _IN_A_FILE) if is_as_used else None), device_map)
+        changed = self.device_map.stat().st_mtime_ns if self.device_map is not None else 0
+        return _spread(use.model, self.name, tuple(limits.items()), self.device_map, changed, is_as_used)
 
     def computes_on_host(self, use: Use, hardware: Hardware) -> bool:
         """Say whether the CPU computes beside a card: by name, or because no part of the model is on one."""
@@ -93,6 +92,21 @@ def _subject(use: Use) -> Subject:
 
 def _subject_of(model: nn.Module) -> Subject:
     return Subject(model=model, blocks=list(model.get_submodule("blocks").children()))
+
+
+@functools.lru_cache(maxsize=64)
+def _spread(
+    model: nn.Module,
+    name: str,
+    limits: tuple[tuple[int | str, int], ...],
+    file: Path | None,
+    changed: int,
+    is_as_used: bool,
+) -> dict[str, list[int]]:
+    """Work a device map out once, however often it is asked for; ``changed`` says when its file was."""
+    subject = _subject_of(model)
+    device_map = foreseen_map(name, subject, dict(limits), file)
+    return shares(replace(subject, locate=(lambda name: _IN_A_FILE) if is_as_used else None), device_map)
 
 
 @functools.lru_cache(maxsize=64)

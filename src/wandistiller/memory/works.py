@@ -11,7 +11,7 @@ from wandistiller.errors import UsageError
 from wandistiller.memory.auto import choose
 from wandistiller.memory.durations import step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
-from wandistiller.memory.estimates import HOST_SHARE, Phase, Where, most_that_fits
+from wandistiller.memory.estimates import HOST_SHARE, PROCESS, Phase, Where, most_that_fits
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.host_adamw import UPDATE_TRAFFIC
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
@@ -39,7 +39,7 @@ def foreseen_placing(use: Use, on_device: Phase, hardware: Hardware) -> Placing:
     if hardware.card is None:
         return Placing()
     room = Bytes(max(most_that_fits(hardware.room) - on_device.beside(use.name), 0))
-    host = Bytes(int(hardware.host_memory * HOST_SHARE))
+    host = Bytes(max(int(hardware.host_memory * HOST_SHARE) - max(hardware.num_cards, 1) * PROCESS, 0))
     subject = Subject(model=use.model, blocks=list(use.model.get_submodule("blocks").children()), locate=lambda name: None)
     # Ranks have one copy of weights that nobody changes.
     ranks = 1 if use.trains == "nothing" else max(hardware.num_cards, 1)

@@ -76,7 +76,7 @@ def all_ways(job: CommandConfig, given: frozenset[str], hardware: Hardware) -> l
     """Return every way that keeps what the user has given and that the program would run."""
     given = kept(job, given)
     space = _space(job, hardware)
-    policies = _possible(space.policies, job, given)
+    policies = _policies(space.policies, job, given)
     tiers = [found for tier in space.places if (found := _possible(tier, job, given, fallback=False))] or [[{}]]
     savings = _possible(space.savings, job, given)
     batches = [{}, *smaller_batches(job, given)]
@@ -139,7 +139,7 @@ def _space(job: CommandConfig, hardware: Hardware) -> _Space:
         return _Space(POLICIES, _together(places, hardware), [{"optimizer": name} for name in _OPTIMISERS])
     if isinstance(job, TrainConfig):
         places = _train_places(job) if hardware.card else [[{}]]
-        return _Space(_train_policies(job), _together(places, hardware), list(_train_savings(job)))
+        return _Space(POLICIES, _together(places, hardware), list(_train_savings(job)))
     return _Space([{"vae_gradient_checkpointing": value} for value in (False, True)], [[{}]])
 
 
@@ -167,14 +167,6 @@ def _train_places(job: TrainConfig) -> list[list[Changes]]:
     return [[{"placement": name}] for name in names]
 
 
-def _train_policies(job: TrainConfig) -> Sequence[Changes]:
-    """Where pixels count, the VAE that they are looked at through may be recomputed, too."""
-    if not job.pixel_loss_weight:
-        return POLICIES
-    plain, recomputed = ({"vae_gradient_checkpointing": value} for value in (False, True))
-    return [*({**policy, **plain} for policy in POLICIES[:2]), *({**policy, **recomputed} for policy in POLICIES)]
-
-
 def _together(tiers: Iterable[Sequence[Changes]], hardware: Hardware) -> list[list[Changes]]:
     """Let several ranks each have all of what is trained, or a slice of it; within a machine hsdp is the same as fsdp."""
     if hardware.num_ranks == 1:
@@ -200,6 +192,20 @@ def _possible(ways: Iterable[Changes], job: Any, given: frozenset[str], *, fallb
     """Return those that leave alone what is given; the job as it is where none does."""
     found = [way for way in ways if all(name not in given or getattr(job, name) == value for name, value in way.items())]
     return found if found or not fallback else [{}]
+
+
+def _policies(options: Sequence[Changes], job: Any, given: frozenset[str]) -> list[Changes]:
+    """Return the policies that leave alone what is given, and the job's own also where it is none of the usual ones.
+
+    Where pixels count, the VAE that they are looked at through may be recomputed, too.
+    """
+    found = _possible(options, job, given)
+    if all(_changed(job, each) for each in found):
+        found.insert(0, {})
+    if not getattr(job, "pixel_loss_weight", 0.0) or "vae_gradient_checkpointing" in given:
+        return found
+    plain, recomputed = ({"vae_gradient_checkpointing": value} for value in (False, True))
+    return [*({**policy, **plain} for policy in found[:2]), *({**policy, **recomputed} for policy in found)]
 
 
 def _changed(job: Any, settings: Changes) -> Changes:

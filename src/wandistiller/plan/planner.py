@@ -165,21 +165,27 @@ def _changes_for_data(job: Any, given: frozenset[str], shapes: Shapes, hardware:
 
 
 def _changes_for_asking(job: Any, given: frozenset[str], shapes: Shapes, hardware: Hardware) -> Changes:
-    """Return in which batches a teacher can be asked beforehand at all: as large ones as there is room for."""
+    """Return in which batches a teacher can be asked at all beside what is there: as large ones as there is room for."""
     if not isinstance(job, DistillConfig) or not job.is_stored or "rollout_batch" in given or hardware.card is None:
         return {}
-    is_open = "teacher_device_strategy" not in kept(job, given)
-    smallest = replace(job, teacher_device_strategy="offload") if is_open else job
-    student = read_student(job, shapes.transformers[0], shapes.vae)
-    smallest = with_sizes(smallest, student).with_guidance(shapes.size.guidance)
-    pixels = planned_pixels(smallest, shapes.vae, common_patch(student.config, shapes.transformers[0]))
+    smallest: Changes = {"teacher_device_strategy": "offload", "activation_policy": "full", "activations_to_host": True}
+    is_given = kept(job, given)
+    least = replace(job, **{name: value for name, value in smallest.items() if name not in is_given})
     batch = job.rollout_batch
-    while batch > 1:
-        phase = asking_phase(replace(smallest, rollout_batch=batch), shapes, hardware, pixels)
-        if fits(phase.reserved, hardware.room):
-            break
+    while batch > 1 and not _can_ask(replace(least, rollout_batch=batch), shapes, hardware):
         batch //= 2
     return {"rollout_batch": batch} if batch != job.rollout_batch else {}
+
+
+def _can_ask(job: DistillConfig, shapes: Shapes, hardware: Hardware) -> bool:
+    """Say whether there is room on the card to ask the teacher; beside the student, where it is asked again and again."""
+    if job.refresh_every:
+        training = predict_distill(job, shapes, hardware).phases[-1]
+        return fits(training.reserved, hardware.room)
+    student = read_student(job, shapes.transformers[0], shapes.vae)
+    job = with_sizes(job, student).with_guidance(shapes.size.guidance)
+    pixels = planned_pixels(job, shapes.vae, common_patch(student.config, shapes.transformers[0]))
+    return fits(asking_phase(job, shapes, hardware, pixels).reserved, hardware.room)
 
 
 def _stands_for(ways: Sequence[Option]) -> Option | None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wandistiller.memory.estimates import Estimate, Item, Phase, by_kind
+from wandistiller.memory.estimates import PROCESS, Estimate, Item, Phase, by_kind
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.step_limit import limit_of
 from wandistiller.plan.planner import Plan
@@ -22,7 +22,8 @@ from wandistiller.units import Bytes
 
 _MEANING = (
     "What there is at the worst moment, which adds up to what is in use; in brackets, the most at another moment. "
-    "Reserved is what PyTorch holds then, with what it cannot use."
+    "Reserved is what PyTorch holds then, with what it cannot use. "
+    f"What fits is said with {Bytes(PROCESS)} of host memory more for each process itself."
 )
 
 

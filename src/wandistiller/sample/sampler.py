@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from wandistiller.config.placement import READS_FILES
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.data.media import read_picture, to_bytes, write_clip, write_latents, write_picture
 from wandistiller.distributed.context import ClipGroup
@@ -26,6 +25,7 @@ from wandistiller.errors import OutputError
 from wandistiller.flow.guidance import guide, needs_unconditional
 from wandistiller.flow.solver import SOLVERS
 from wandistiller.memory.auto import Auto
+from wandistiller.memory.device_map import reads_files
 from wandistiller.memory.encoder_phases import TEXT_ROOM
 from wandistiller.memory.experts import Experts
 from wandistiller.memory.forecast import forecast
@@ -76,7 +76,8 @@ def run_sample(config: SampleConfig) -> list[Sample]:
             say(f"Placement {choice}")
         predicted = None
         if ranks.is_first:
-            files = job.transformers[0].files if job.config.placement_name in READS_FILES else ()
+            reads = reads_files(job.config.placement_name, job.config.device_map)
+            files = job.transformers[0].files if reads else ()
             predicted = forecast(partial(foresee, job), job.device, is_whole=True, files=files)
         if predicted is not None:
             say(predicted.line())

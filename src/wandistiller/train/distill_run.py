@@ -13,7 +13,6 @@ from torch import Tensor
 
 from wandistiller.checkpoint.trained import follow_model, write_model, write_student_pipeline
 from wandistiller.config.distill import DistillConfig
-from wandistiller.config.placement import READS_FILES
 from wandistiller.data.buckets import largest_bucket
 from wandistiller.data.cache_files import fingerprint_model
 from wandistiller.data.cached_samples import CachedSamples
@@ -23,6 +22,7 @@ from wandistiller.distributed.ranks import Ranks, joined
 from wandistiller.distributed.sharding import Sharding
 from wandistiller.errors import UsageError
 from wandistiller.memory.activations import prepare_blocks
+from wandistiller.memory.device_map import reads_files
 from wandistiller.memory.estimates import Phase
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.monitor import Monitor
@@ -130,7 +130,7 @@ def _run(job: DistillJob, ranks: Ranks, ends: ExitStack) -> Distilled:
     adapter = _make_adapter(job, questions, lessons.samples, ranks, goes_on=before is not None)
     is_asked = teacher is not None and config.asks_while_training
     foresee = _foresee(job, lessons.samples, placing if is_asked else None, drawn)
-    streamed = job.teachers[0].files if is_asked and placing.name in READS_FILES else ()
+    streamed = job.teachers[0].files if is_asked and reads_files(placing.name, placing.device_map) else ()
     with monitor.phase("loading", "student"):
         student = make_student(
             job.plan,

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import accelerate.hooks
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -331,6 +332,38 @@ def test_a_map_that_cannot_be_followed_leaves_a_model_as_it_was(checkpoint, pret
     placed.detach()
     kept = {name: value.to(torch.bfloat16) for name, value in expected.items()}
     assert all(torch.equal(value, kept[name]) for name, value in empty_one.model.state_dict().items())
+
+
+def test_a_map_that_fails_half_way_leaves_a_loaded_model_as_it_was(checkpoint, pretended_card, monkeypatch):
+    """Wherever that is: what accelerate has just put away for a visit to the card is not on a hook of its yet."""
+    card, dispatch, move = torch.device("cpu"), device_map.dispatch_model, accelerate.hooks.set_module_tensor_to_device
+    moves, last = 0, None
+
+    def move_or_fail(*args, **kwargs):
+        nonlocal moves
+        moves += 1
+        if moves == last:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return move(*args, **kwargs)
+
+    def dispatch_here(model, found, main, state, **kwargs):
+        return dispatch(model, {name: card if place == 0 else place for name, place in found.items()}, card, state, **kwargs)
+
+    monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", move_or_fail)
+    monkeypatch.setattr(device_map, "dispatch_model", dispatch_here)
+    monkeypatch.setattr(device_map, "AlignDevicesHook", lambda device: accelerate.hooks.AlignDevicesHook(card))
+    model = load_model(checkpoint)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    subject = Subject(model=model, blocks=list(model.blocks))
+    placement = find_placement("custom", map={"": "cpu", "blocks.0": 0})
+    placed, total = placement.attach(subject, torch.device("cuda", 0)), moves
+    placed.detach()
+    for last in range(1, total + 1):
+        moves = 0
+        with pytest.raises(torch.OutOfMemoryError):
+            placement.attach(subject, torch.device("cuda", 0))
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items()), last
+        assert not any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def test_what_is_placed_while_nothing_is_learnt_can_learn_later(checkpoint, pretended_card, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from wandistiller.cli.main import parse
 from wandistiller.config.sample import SampleConfig
 from wandistiller.memory.hardware import described
-from wandistiller.plan.candidates import all_ways
+from wandistiller.plan.candidates import all_ways, is_left_to_the_program
 from wandistiller.units import Bytes
 
 CARD = described(card="rtx4090", host_memory=Bytes(2**36))
@@ -42,6 +42,41 @@ def values(flags, name, hardware=CARD):
 )
 def test_what_is_open_is_searched(flags, name, searched):
     assert values(flags, name) == searched
+
+
+POLICY_FLAGS = [
+    [],
+    ["--activation-policy", "full"],
+    ["--activation-policy", "selective", "--activations-to-host"],
+    ["--activation-policy", "none", "--activations-to-host"],
+    ["--activations-to-host"],
+]
+
+
+@pytest.mark.parametrize("policy", POLICY_FLAGS)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        TRAIN,
+        [*TRAIN, "--pixel-loss-weight", "0.1"],
+        [*TRAIN, "--pixel-loss-weight", "0.1", "--no-vae-gradient-checkpointing"],
+        [*TRAIN, "--pixel-loss-weight", "0.1", "--vae-gradient-checkpointing", "--lora-rank", "8"],
+        [*TRAIN, "--batch-size", "3", "--optimizer", "adafactor", "--placement", "gpu"],
+        [*DISTILL, "--teacher-device-strategy", "cpu"],
+    ],
+)
+def test_what_was_asked_for_is_tried(flags, policy):
+    request = parse("plan", [*flags, *policy])
+    assert any(
+        is_left_to_the_program(request.job, way.changes, request.given) for way in all_ways(request.job, request.given, CARD)
+    )
+
+
+def test_a_vae_that_must_not_be_recomputed_takes_no_policy_away():
+    flags = [*TRAIN, "--pixel-loss-weight", "0.1"]
+    plain = [*flags, "--no-vae-gradient-checkpointing"]
+    assert values(plain, "activation_policy") == values(flags, "activation_policy") == {"none", "selective", "full"}
+    assert values(plain, "activations_to_host") == {False, True}
 
 
 def test_ranks_search_slices_and_nothing_that_they_would_refuse():

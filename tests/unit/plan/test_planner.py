@@ -225,6 +225,15 @@ def test_a_teacher_is_asked_beforehand_in_batches_that_fit():
     assert not make_plan(parse("plan", [*stored, *machine, *twice])).fitting
 
 
+def test_a_teacher_that_is_asked_again_is_asked_in_batches_that_fit_beside_the_student():
+    size = ["--width", "832", "--height", "480", "--frames", "81"]
+    stored = ["distill", "--teacher-path", "wan2.1-1.3b", "--dataset-path", "clips", "--cache-teacher", *size]
+    flags = [*stored, "--refresh-every", "100", "--gpu", "24GiB", "--ram", "64GiB"]
+    plan = make_plan(parse("plan", flags))
+    assert plan.best.way.is_exact and plan.best.changes["rollout_batch"] < 8
+    assert not any(each.way.is_exact for each in make_plan(parse("plan", [*flags, "--rollout-batch", "8"])).fitting)
+
+
 def test_what_is_hopeless_is_said_role_by_role(capsys):
     flags = [
         "plan",
