@@ -62,15 +62,11 @@ def jobs(size: str, student: Path) -> Iterator[tuple[str, list[str]]]:
 def cell(plan: Plan) -> str:
     """Return the best plan in a few words."""
     best = plan.best
-    if best is None or best.seconds > MOST_SECONDS:
+    if best is None or best.estimate.step_seconds > MOST_SECONDS:
         return "no"
     flags = [" ".join(flag_words({name: value})) for name, value in best.changes.items() if value not in (False, "gpu")]
-    return "<br>".join(
-        [
-            f"**{best.estimate.device / 2**30:.1f} GiB**, {seconds_text(best.seconds)}{'' if best.way.is_exact else ' ≈'}",
-            *(f"`{each}`" for each in flags),
-        ]
-    )
+    figures = f"**{best.estimate.device / 2**30:.1f} GiB**, {seconds_text(best.estimate.step_seconds)}"
+    return "<br>".join([f"{figures}{'' if best.way.is_exact else ' ≈'}", *(f"`{each}`" for each in flags)])
 
 
 def table(size: str, cards: tuple[str, ...], student: Path) -> Iterator[str]:

@@ -23,6 +23,10 @@ _STAND_INS: dict[str, dict[str, Any]] = {
 }
 
 
+_INSTEAD = ("data_path", "prompt_file", "cond")
+"""What may be given in the place of these."""
+
+
 def parse_plan(flags: Sequence[str], parse: Callable[[str, Sequence[str]], Any]) -> PlanRequest:
     """Return what to plan; ``parse`` reads the configuration of a command from its flags."""
     if not flags or flags[0] in ("-h", "--help"):
@@ -35,7 +39,7 @@ def parse_plan(flags: Sequence[str], parse: Callable[[str, Sequence[str]], Any])
     job: CommandConfig = parse(command, job_flags)
     given = _given(job_flags, job, command)
     stand_ins = {name: value for name, value in _STAND_INS[command].items() if getattr(job, name) in (None, ())}
-    if command == "distill" and getattr(job, "data_path", None) is not None:
+    if any(getattr(job, name, None) is not None for name in _INSTEAD):
         stand_ins = {}
     if command == "sample" and "output" not in given and (getattr(job, "frames", None) or 1) > 1:
         stand_ins["output"] = Path("sample.mp4")

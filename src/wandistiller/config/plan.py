@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,11 +69,13 @@ class PlanConfig(CommandConfig):
             if value is not None and value < least:
                 raise UsageError(f"{flag} {value} is too small.", fix=f"Give {least} or more.")
         for flag, size in (("--gpu", self.gpu), ("--ram", self.ram)):
-            if size is not None and Bytes.parse(size) == 0:
+            if size is not None and _of_flag(flag, size, Bytes.parse) == 0:
                 raise UsageError(f"{flag} {size} is no memory at all.", fix=_FIXES[flag])
         for flag, rate in (("--bus", self.bus), ("--disk", self.disk), ("--network", self.network)):
-            if rate is not None and parse_rate(rate) == 0:
+            if rate is not None and _of_flag(flag, rate, parse_rate) == 0:
                 raise UsageError(f"{flag} {rate} would take for ever.", fix="Give a rate above 0, such as 25GB/s.")
+        if self.gpus == 0 and (self.card or self.gpu):
+            raise UsageError("--gpus 0 is for a machine without a GPU.", fix="Leave it away, or --card and --gpu.")
         if self.write is not None and self.write.suffix != ".toml":
             raise UsageError(f"--write {self.write} is no TOML file.", fix="End it with .toml.")
         if self.write is not None and self.write.is_dir():
@@ -100,6 +103,18 @@ class PlanRequest:
 def parse_rate(text: str) -> float:
     """Read ``25GB/s`` as bytes a second."""
     size, _, unit = text.partition("/")
-    if unit.strip() not in ("", "s"):
-        raise UsageError(f"'{text}' is not a rate.", fix="Write a size a second, such as 25GB/s.")
-    return float(Bytes.parse(size))
+    try:
+        rate = Bytes.parse(size) if unit.strip() in ("", "s") else None
+    except UsageError:
+        rate = None
+    if rate is None:
+        raise UsageError(f"'{text}' is not a rate.", fix="Write a size a second with its unit, such as 25GB/s.")
+    return float(rate)
+
+
+def _of_flag(flag: str, text: str, parse: Callable[[str], float]) -> float:
+    """Read a flag's value, and say which flag it is of where it cannot be read."""
+    try:
+        return parse(text)
+    except UsageError as error:
+        raise UsageError(f"{flag}: {error.what}", why=error.why, fix=error.fix) from error

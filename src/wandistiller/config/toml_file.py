@@ -61,12 +61,12 @@ def read_config(
     return config_class(**{**usual, **found, "config": path})
 
 
-def write_config(path: Path, config: CommandConfig, command: str) -> None:
+def write_config(path: Path, config: CommandConfig, command: str, line: str | None = None) -> None:
     """Write a configuration with every setting, so that ``--config`` of the file starts the same run whatever defaults become.
 
-    What is not set at all is left out.
+    What is not set at all is left out. ``line`` is how it is started, where that takes more than the command.
     """
-    lines = [f"# wandistiller {command} --config {path.name}", f"[{command}]"]
+    lines = [f"# {line or f'wandistiller {command} --config {path.name}'}", f"[{command}]"]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name != "config" and value is not None:

@@ -131,6 +131,10 @@ class TransformerTrainingConfig(TrainingConfig):
         if self.judge_samples and not (self.held_out or "").startswith("world"):
             raise UsageError("--judge-samples is for a held-out world.", fix="Add --held-out world-heldout:256:1x64x64.")
         check_least(
+            ("--width", self.width, 1),
+            ("--height", self.height, 1),
+            *(("--frames", count, 1) for count in self.frames),
+            ("--max-aspect", self.max_aspect, 1),
             ("--judge-samples", self.judge_samples, 0),
             ("--sample-every", self.sample_every, 0),
             ("--sample-steps", self.sample_steps, 1),

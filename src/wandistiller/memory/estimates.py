@@ -80,6 +80,8 @@ class Estimate:
     """Caches, states and results."""
     ranks: int = 1
     """Processes that each machine has of it."""
+    is_once: bool = False
+    """Whether it is done once from beginning to end, so that all of its time counts, and not that of a step."""
 
     @property
     def device(self) -> Bytes:
@@ -106,6 +108,11 @@ class Estimate:
         return max(self.phases, key=lambda phase: phase.seconds * phase.num_steps).seconds if self.phases else 0.0
 
     @property
+    def seconds(self) -> float:
+        """What ways to do the job are compared by."""
+        return sum(phase.seconds * max(phase.num_steps, 1) for phase in self.phases) if self.is_once else self.step_seconds
+
+    @property
     def waits(self) -> bool:
         """Whether ranks are held up by what they send each other."""
         return any(phase.waits > _HARDLY * phase.seconds for phase in self.phases)
@@ -124,16 +131,25 @@ class Estimate:
         """Say what is not enough, with the margin that a prediction needs; nothing if all fits."""
         found = []
         if hardware.card is not None and not fits(self.device, hardware.room):
-            is_least = max(self.phases, key=lambda phase: phase.reserved).is_least
-            needed = f"more than {self.device}" if is_least else str(self.device)
+            largest = max(self.phases, key=lambda phase: phase.reserved)
+            needed = f"{'more than ' if largest.is_least else ''}{self.device}{self._during(largest)}"
             lack = f"needs {needed} and a margin of {margin(self.device)} on a card that has {hardware.room}"
             if fits(self.in_use, hardware.room):
                 lack += f"; {self.in_use} are in use at the worst moment, so it may run if PyTorch gives back the rest in time"
             found.append(lack)
         on_host = self.host if hardware.card is not None else self.memory
         if not fits_host(on_host, hardware):
-            found.append(f"needs {on_host} of host memory, {Bytes(int(HOST_SHARE * hardware.host_memory))} may be used")
+            largest = max(self.phases, key=lambda phase: phase.on_host + (0 if hardware.card is not None else phase.reserved))
+            may_be_used = Bytes(int(HOST_SHARE * hardware.host_memory))
+            found.append(f"needs {on_host} of host memory{self._during(largest)}, {may_be_used} may be used")
         return found
+
+    def too_large(self, hardware: Hardware) -> set[str]:
+        """Return the names of the phases that do not fit."""
+        return {each.name for each in self.phases if replace(self, phases=(each,)).lacks(hardware)}
+
+    def _during(self, phase: Phase) -> str:
+        return f" for {phase.name}" if len(self.phases) > 1 else ""
 
 
 PROCESS = 500 * MIB

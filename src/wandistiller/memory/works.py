@@ -9,7 +9,7 @@ from torch import nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.auto import choose
-from wandistiller.memory.durations import step_seconds, updated_on_host
+from wandistiller.memory.durations import Seconds, step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
 from wandistiller.memory.estimates import HOST_SHARE, PROCESS, Phase, Where, most_that_fits
 from wandistiller.memory.hardware import Hardware
@@ -18,7 +18,7 @@ from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.placed_durations import forward_seconds, gathered_seconds, placed_seconds
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.scene import Scene
-from wandistiller.memory.stage import Placing, Stage
+from wandistiller.memory.stage import HOST_STATE, Placing, Stage
 from wandistiller.memory.uses import Use
 from wandistiller.units import Bytes
 
@@ -227,13 +227,7 @@ class Training:
         count = sum(each.numel() for each in student.trained)
         time = placed.total * self.accumulation
         if self.is_on_host:
-            # Of several backwards each waits until its gradients are in the sums.
-            summed = count * (_SUM_TRAFFIC + student.dtype.itemsize) if self.accumulation > 1 else 0
-            adding = summed / hardware.update_rate
-            update = count * UPDATE_TRAFFIC / hardware.update_rate
-            placed = replace(placed, backward=max(placed.backward, adding))
-            last = updated_on_host(placed, update if self.clips else update + adding, clips=self.clips)
-            time = placed.total * (self.accumulation - 1) + last
+            time = self._seconds_on_host(placed, hardware)
         elif self._computes_on_host(hardware):
             time += count * _UPDATE_TRAFFIC / hardware.update_rate
         elif hardware.card is not None:
@@ -243,6 +237,21 @@ class Training:
             alone = forward_seconds(self.teacher, self.teacher_placing, hardware)
             time += self._num_passes * self.teacher_serves * max(alone, self._teacher_exchange(hardware) if waits else 0.0)
         return time
+
+    def _seconds_on_host(self, placed: Seconds, hardware: Hardware) -> float:
+        """Return the time of a step whose blocks are updated in host memory, from that of a pass."""
+        count = sum(each.numel() for each in self.student.trained)
+        width = self.student.dtype.itemsize
+        # Of several backwards each waits until its gradients are in the sums.
+        adding = count * (_SUM_TRAFFIC + width) / hardware.update_rate if self.accumulation > 1 else 0.0
+        update = count * UPDATE_TRAFFIC / hardware.update_rate
+        placed = replace(placed, backward=max(placed.backward, adding))
+        last = updated_on_host(placed, update if self.clips else update + adding, clips=self.clips)
+        if self.averages:  # of new weights, so nothing of the update is left for the next forward
+            last = placed.total + update if self.clips else last
+            last += count * width / hardware.bus_rate
+            last += count * _AVERAGE_TRAFFIC / hardware.card.bandwidth if hardware.card is not None else 0.0
+        return placed.total * (self.accumulation - 1) + last
 
     @property
     def _num_passes(self) -> int:
@@ -312,6 +321,13 @@ class Training:
     def is_on_host(self) -> bool:
         """Whether the blocks' optimiser is in host memory."""
         return self.placing.is_streamed and self.student.trains == "everything"
+
+    @property
+    def optimiser_bytes(self) -> int:
+        """What the optimiser keeps, on the device and in host memory."""
+        stepped = self._stepped
+        on_host = sum(each.numel() for each in self.student.trained) - sum(each.numel() for each in stepped)
+        return sum((*self.optimiser.masters(stepped), *self.optimiser.state(stepped))) + HOST_STATE * on_host
 
     @property
     def _stepped(self) -> list[nn.Parameter]:

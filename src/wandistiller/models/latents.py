@@ -28,6 +28,18 @@ def check_channels(vae_config: Mapping[str, Any], drawn: int) -> None:
         )
 
 
+def check_positions(transformer_config: Mapping[str, Any], shape: Sequence[int]) -> None:
+    """Raise ``UsageError`` for latents (..., frames, height, width) with more patches in a direction than are told apart."""
+    longest = transformer_config["rope_max_seq_len"]
+    frames, height, width = (size // patch for size, patch in zip(shape[-3:], transformer_config["patch_size"], strict=True))
+    if max(frames, height, width) > longest:
+        raise UsageError(
+            "That is more than this model has positions for.",
+            why=f"it would be {frames} by {height} by {width} patches of latents, and there are {longest} in each direction.",
+            fix="Take fewer frames, or a smaller --width and --height.",
+        )
+
+
 def num_tokens(transformer_config: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Return how many tokens a transformer sees of latents (..., frames, height, width)."""
     return math.prod(size // patch for size, patch in zip(shape[-3:], transformer_config["patch_size"], strict=True))

@@ -17,7 +17,7 @@ from wandistiller.errors import CheckpointError, UsageError, nearest
 from wandistiller.files import expand_home
 from wandistiller.models.box import box_pipeline_folder
 from wandistiller.models.channel_adapter import ADAPTER_NAME
-from wandistiller.models.sizes import SIZES
+from wandistiller.models.sizes import HUB_IDS, SIZES
 from wandistiller.models.student_facts import FACT_FILES
 from wandistiller.models.tiny import random_tiny_folder
 
@@ -179,7 +179,7 @@ def _find_pipeline(source: str, parts: Collection[str], flag: str) -> Pipeline:
     if source in SIZES and not source.startswith("tiny"):
         raise UsageError(
             f"'{source}' is the name of a size, not a checkpoint.",
-            fix=f"Point to the folder with its weights, or to its hub id such as Wan-AI/{_hub_name(source)}.",
+            fix=f"Point to the folder with its weights, or to its hub id such as {HUB_IDS[source]}.",
         )
     if _HUB_ID.fullmatch(source):
         return _read_diffusers_folder(_download(source, parts, flag), source)
@@ -259,6 +259,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_downloaded(repo: str) -> bool:
+    """Say whether something of a repository of the hub is here already."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repo, "model_index.json"), str)
+
+
 def _download(repo: str, parts: Collection[str], flag: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -273,14 +280,3 @@ def _download(repo: str, parts: Collection[str], flag: str) -> Path:
             why=str(error).strip().splitlines()[0],
             fix=f"Check the name and the network, or download it elsewhere and point {flag} to the folder.",
         ) from error
-
-
-def _hub_name(size: str) -> str:
-    return {
-        "wan2.1-i2v-14b": "Wan2.1-I2V-14B-480P-Diffusers",
-        "wan2.2-i2v-a14b": "Wan2.2-I2V-A14B-Diffusers",
-        "wan2.1-1.3b": "Wan2.1-T2V-1.3B-Diffusers",
-        "wan2.1-14b": "Wan2.1-T2V-14B-Diffusers",
-        "wan2.2-5b": "Wan2.2-TI2V-5B-Diffusers",
-        "wan2.2-a14b": "Wan2.2-T2V-A14B-Diffusers",
-    }[size]

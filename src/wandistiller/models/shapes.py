@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from wandistiller.errors import CheckpointError, UsageError, nearest
-from wandistiller.models.pipeline import find_pipeline
-from wandistiller.models.sizes import SIZES, Size, usual_size
+from wandistiller.models.pipeline import find_pipeline, is_downloaded
+from wandistiller.models.sizes import HUB_IDS, SIZES, Size, usual_size
 from wandistiller.models.stored import TRANSFORMER, VAE, inspect_checkpoint
 
 Config = Mapping[str, Any]
@@ -61,10 +61,18 @@ def _text_encoder(config: str) -> nn.Module:
     return found.requires_grad_(False)
 
 
+def find_named(source: str) -> Size | None:
+    """Return the size that is named, also by the hub id of its weights, as long as they are not here to be looked at."""
+    sizes = {hub: name for name, hub in HUB_IDS.items()}
+    if source in sizes and not Path(source).exists() and not is_downloaded(source):
+        source = sizes[source]
+    return SIZES[source] if source in SIZES and not Path(source).exists() and not source.startswith("tiny") else None
+
+
 def find_shapes(source: str) -> Shapes:
     """Return the shapes of a named size or of a pipeline; of its files only the headers are read."""
-    if source in SIZES and not Path(source).exists() and not source.startswith("tiny"):
-        size = SIZES[source]
+    size = find_named(source)
+    if size is not None:
         count = 1 if size.boundary is None else 2
         return Shapes(transformers=[size.transformer] * count, vae=size.vae, text_encoder=_UMT5_XXL, size=size)
     try:

@@ -125,6 +125,17 @@ class Size:
     fps: int = 16
 
 
+HUB_IDS: Mapping[str, str] = MappingProxyType(
+    {
+        "wan2.1-1.3b": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        "wan2.1-14b": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+        "wan2.1-i2v-14b": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+        "wan2.2-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+        "wan2.2-a14b": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+        "wan2.2-i2v-a14b": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    }
+)
+"""Where the weights of a size are."""
 SIZES: Mapping[str, Size] = MappingProxyType(
     {
         size.name: size

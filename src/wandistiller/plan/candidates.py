@@ -133,7 +133,7 @@ def smaller_batches(job: Any, given: frozenset[str]) -> Iterator[Changes]:
 
 def _space(job: CommandConfig, hardware: Hardware) -> _Space:
     if isinstance(job, SampleConfig):
-        return _Space((*_DECODING, *_DECODING_IN_16_BITS), _sample_places() if hardware.card else [[{}]])
+        return _Space((*_DECODING, *_DECODING_IN_16_BITS), _sample_places(hardware) if hardware.card else [[{}]])
     if isinstance(job, DistillConfig):
         places: Sequence[Sequence[Changes]] = _teacher_places(hardware) if hardware.card else [[{}]]
         return _Space(POLICIES, _together(places, hardware), [{"optimizer": name} for name in _OPTIMISERS])
@@ -146,8 +146,10 @@ def _space(job: CommandConfig, hardware: Hardware) -> _Space:
 _OPTIMISERS = ("adamw", "adamw8bit", "adafactor")
 
 
-def _sample_places() -> list[list[Changes]]:
+def _sample_places(hardware: Hardware) -> list[list[Changes]]:
     streamed: list[Changes] = [{"placement": "offload"}, {"placement": "offload", "eight_bit": True}]
+    if hardware.cards_each > 1:
+        streamed.insert(0, {"placement": "balanced"})
     return [[{"placement": "gpu"}], streamed, [{"placement": "disk"}], [{"placement": "cpu"}]]
 
 
@@ -163,7 +165,7 @@ def _teacher_places(hardware: Hardware) -> list[list[Changes]]:
 
 
 def _train_places(job: TrainConfig) -> list[list[Changes]]:
-    names = ("gpu", "offload", "disk") if job.lora_rank else ("gpu", "offload")
+    names = ("gpu", "offload", "disk", "cpu") if job.lora_rank else ("gpu", "offload")
     return [[{"placement": name}] for name in names]
 
 

@@ -20,8 +20,8 @@ from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import Estimate, fits
 from wandistiller.memory.hardware import Hardware, described
 from wandistiller.memory.raw_reads import rate_of_largest
-from wandistiller.models.shapes import Shapes, find_shapes
-from wandistiller.models.sizes import SIZES
+from wandistiller.models.shapes import Shapes, find_named, find_shapes
+from wandistiller.models.sizes import HUB_IDS
 from wandistiller.plan.bounds import least_on_card
 from wandistiller.plan.candidates import Changes, Way, all_ways, is_left_to_the_program, kept
 from wandistiller.plan.search import Option, Search, Untried
@@ -40,6 +40,7 @@ from wandistiller.train.start_checks import (
     check_expert,
     check_ranks,
     check_sharded_teacher,
+    check_sizes,
     check_spread_teacher,
     check_text_to_video,
 )
@@ -98,15 +99,18 @@ class Plan:
 
     @property
     def best_job(self) -> CommandConfig | None:
-        """The configuration of the best way."""
-        return None if self.best is None else replace(self.request.job, **self.best.changes)
+        """The configuration of the best way, with the weights that a run would fetch where only a size was named."""
+        if self.best is None:
+            return None
+        job: Any = self.request.job
+        named = {name: HUB_IDS.get(str(getattr(job, name, None))) for name in ("model", "teacher_path")}
+        return replace(job, **{name: hub for name, hub in named.items() if hub is not None}, **self.best.changes)
 
     @property
     def command(self) -> str | None:
         """What to type for the best way."""
-        if self.best is None:
-            return None
-        return self.launched(command_line(self.request.command, self.request.job, self.best.changes))
+        job = self.best_job
+        return None if job is None else self.launched(command_line(self.request.command, job, {}))
 
     def launched(self, line: str) -> str:
         """Return a command as it is started on all ranks."""
@@ -134,10 +138,9 @@ def make_plan(request: PlanRequest) -> Plan:
         hardware=hardware,
         resident_field=None if resident in request.given else resident,
         fixed_phases=() if "vae_tiling" in for_data else encoding,
-        # How a picture is decoded changes nothing about the steps before.
-        num_policies=1 if request.command == "sample" else 2,
-        # Of a teacher that is spread, more is on the cards the less of them the student takes.
-        is_in_order=getattr(job, "strategy", "") not in SPREAD,
+        # Of a teacher that is spread, more is on the cards the less of them the student takes. How a picture is decoded changes
+        # nothing about the steps before, and 16 bits are both smaller and faster.
+        is_in_order=getattr(job, "strategy", "") not in SPREAD and not isinstance(job, SampleConfig),
     )
     ways = sorted(all_ways(job, request.given, hardware), key=lambda way: bool(way.changes))
     if for_data:
@@ -205,18 +208,23 @@ def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:
     """Raise ``UsageError`` for a job that would be refused when it is run."""
     ranks_here, is_started = max(hardware.num_cards, 1), hardware.num_ranks > 1
     if isinstance(job, TrainingConfig):
+        if job.is_sharded and not is_started:
+            raise UsageError(
+                f"--parallel {job.parallel} is for several GPUs, and this is a plan for one.", fix="Say how many with --gpus 2."
+            )
         check_parallel(job.parallel, job.shard_size or ranks_here, hardware.num_ranks if is_started else None)
     if isinstance(job, TrainConfig):
         check_ranks(job, hardware.num_ranks)
         check_expert(job, len(shapes.transformers), shapes.size.boundary or 0.875)
         check_text_to_video(shapes.transformers[0], "trained")
+        check_sizes(job, shapes.vae, shapes.transformers[0])
     if isinstance(job, DistillConfig):
         check_text_to_video(shapes.transformers[0], "distilled")
         check_planned_student(job, shapes)
         check_sharded_teacher(job, is_rank=is_started)
         if hardware.card is not None:
             check_spread_teacher(job, ranks_here, hardware.cards_each)
-    if isinstance(job, SampleConfig) and job.model in SIZES:  # of others their files know more
+    if isinstance(job, SampleConfig) and find_named(model_of(job)) is not None:  # of others their files know more
         transformer = shapes.transformers[0]
         check_image(job.image, image_inputs(transformer, shapes.size.expand_timesteps), transformer)
 

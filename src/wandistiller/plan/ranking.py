@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from wandistiller.config.command import flag_words
+from wandistiller.config.sample import SampleConfig
 from wandistiller.plan.candidates import Changes
 from wandistiller.plan.planner import Plan
 from wandistiller.plan.search import Option
@@ -23,7 +24,8 @@ def ranking(plan: Plan, top: int) -> Table:
     """Return a table of the best, of what else fits, and of what fits and is faster at a cost in accuracy."""
     table = Table(title="What fits: the best, then others from the fastest on", title_justify="left")
     has_card = plan.hardware.card is not None
-    for name in ("step", *(("card", "host") if has_card else ("memory",)), "flags", "costs in accuracy"):
+    time = "in all" if any(each.estimate.is_once for each in plan.ranked) else "step"
+    for name in (time, *(("card", "host") if has_card else ("memory",)), "flags", "costs in accuracy"):
         table.add_column(name, justify="left" if name in ("flags", "costs in accuracy") else "right")
     for each in plan.ranked[:top]:
         found = each.estimate
@@ -43,6 +45,7 @@ def reasons(plan: Plan) -> list[str]:
     if plan.best is None:
         more = "more memory" if plan.hardware.card is None else "a card with more memory, or more host memory"
         found.append(f"Nothing fits. Take a smaller model, picture or clip, or {more}.")
+        found += _about_text(plan)
     return found
 
 
@@ -85,6 +88,17 @@ def _losers(plan: Plan) -> list[str]:
         told = name if count and name else flags(nearest)
         lines.append(f"{told}{count}: {'; '.join(nearest.lacks)}")
     return lines
+
+
+def _about_text(plan: Plan) -> list[str]:
+    """Say what would fit if the text were encoded elsewhere."""
+    for each in (plan.asked, *plan.losers):
+        if each.estimate.too_large(plan.hardware) == {"encoding text"}:
+            is_drawn = isinstance(plan.request.job, SampleConfig)
+            how = "give its embeddings with --cond and --uncond" if is_drawn else "bring its cache along (wandistiller encode)"
+            which = f"With {flags(each)} the" if each.changes else "The"
+            return [f"{which} text encoder alone is too large: encode the text on another machine, and {how}."]
+    return []
 
 
 def _untried(plan: Plan) -> list[str]:

@@ -38,7 +38,8 @@ def run_plan(request: PlanRequest) -> Planned:
         show(plan, top=options.top)
     if options.write is not None:
         if plan.best_job is not None:
-            write_config(options.write, plan.best_job, request.command)
+            line = f"wandistiller {request.command} --config {options.write.name}"
+            write_config(options.write, plan.best_job, request.command, plan.launched(line))
         if not options.json:
             line = f"wandistiller {request.command} --config {options.write}"
             run = f"Wrote {options.write}; run it with: {plan.launched(line)}"

@@ -13,6 +13,8 @@ from wandistiller.plan.candidates import Changes, Way
 from wandistiller.plan.residents import resident_blocks
 from wandistiller.units import Bytes
 
+_ENOUGH_POLICIES = 2
+"""Policies of which something has to fit before the others are left out."""
 _CHEAP_POLICIES = 2
 """Policies for which smaller batches are tried whether or not something else fits: the others take longer than these."""
 
@@ -36,7 +38,7 @@ class Option:
 
     @property
     def seconds(self) -> float:
-        return self.estimate.step_seconds
+        return self.estimate.seconds
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,6 @@ class Search:
     """The field that says how many blocks stay on the card, where it is open."""
     fixed_phases: tuple[str, ...] = ()
     """Phases that are the same in every way."""
-    num_policies: int = 2
-    """Policies of which something has to fit before the others are left out."""
     is_in_order: bool = True
     """Whether what recomputes less is faster where both fit."""
 
@@ -109,7 +109,7 @@ class Search:
         is_fast_enough = any(each.tier == 0 and each.halvings == 0 for each in earlier)
         # What a slower place is chosen for may be far slower than recomputing more in a faster one.
         policies = {each.policy for each in earlier if each.tier <= way.tier}
-        if self.is_in_order and (is_fast_enough or len(policies) >= self.num_policies):
+        if self.is_in_order and (is_fast_enough or len(policies) >= _ENOUGH_POLICIES):
             return "slower than what fits"
         if way.halvings and any(each.tier <= way.tier and each.halvings < way.halvings for each in alike):
             return "slower than a larger batch, which fits"
@@ -185,7 +185,9 @@ def _from_memory(way: Way) -> Changes | None:
 
 
 def _activations(way: Way) -> Hashable:
-    """Return what ways have in common that compute the same in the same precision."""
+    """Return what ways have in common that compute the same in the same precision, with a teacher that is held alike."""
     names = ("weights_dtype", "parallel", "placement")
-    is_teacher_here = way.changes.get("teacher_device_strategy") != "cpu"
-    return (way.policy, way.halvings, is_teacher_here, *(way.changes.get(name) for name in names))
+    teacher = way.changes.get("teacher_device_strategy")
+    # Slices of a teacher are no part of what is held at least, and the CPU's teacher computes nothing on the card.
+    how = teacher if teacher in ("cpu", "sharded") else "on the card"
+    return (way.policy, way.halvings, how, *(way.changes.get(name) for name in names))

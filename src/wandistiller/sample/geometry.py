@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wandistiller.errors import UsageError
+from wandistiller.models.latents import check_positions
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,6 @@ def check_geometry(
             why=f"it must be one more than a multiple of {temporal}.",
             fix=f"Take --frames {below} or {below + temporal}.",
         )
-    longest = transformer_config["rope_max_seq_len"]
     geometry = Geometry(width, height, frames, spatial, temporal)
-    if max(geometry.latent_shape) > longest:
-        raise UsageError(
-            f"{width}x{height}, {frames} frames is more than this model has positions for.",
-            why=f"it has {longest} in each direction, in latents.",
-            fix="Draw something smaller.",
-        )
+    check_positions(transformer_config, geometry.latent_shape)
     return geometry

@@ -18,6 +18,7 @@ from wandistiller.memory.works import Passes, foreseen_placing
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes
+from wandistiller.sample.geometry import check_geometry
 
 
 def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
@@ -27,6 +28,9 @@ def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
             "There is no plan yet for ranks that compute a clip together.",
             fix="Leave --context-parallel away: weights take the same, and what a pass computes with is divided by the ranks.",
         )
+    frames, height, width = _pixels(config, shapes)
+    factors = shapes.vae["scale_factor_spatial"], shapes.vae["scale_factor_temporal"]
+    check_geometry(width, height, frames, *factors, transformer_config=shapes.transformers[0])
     phases: list[Phase] = []
     encoder = shapes.text_encoder_model() if config.cond is None else None
     if encoder is not None:
@@ -40,7 +44,7 @@ def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
         dtype = _vae_dtype(config, hardware)
         decoding = Decoding(config=shapes.vae, latent_shape=latents, dtype=dtype, is_tiled=config.vae_tiling)
         phases.append(decoding.phase(hardware))
-    return Estimate(phases=tuple(phases))
+    return Estimate(phases=tuple(phases), is_once=True)
 
 
 def _pixels(config: SampleConfig, shapes: Shapes) -> tuple[int, int, int]:

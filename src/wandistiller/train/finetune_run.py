@@ -75,7 +75,7 @@ from wandistiller.train.runs import (
     prepare_parallel,
     saved_facts,
 )
-from wandistiller.train.start_checks import check_expert, check_ranks, check_text_to_video
+from wandistiller.train.start_checks import check_expert, check_ranks, check_sizes, check_text_to_video
 from wandistiller.train.studio import Studio, check_drawing
 from wandistiller.train.transformer_data import folds_padding, open_samples, prepare_data, prepare_held_out
 from wandistiller.units import Bytes
@@ -171,6 +171,7 @@ def _prepare(config: TrainConfig) -> _Job:
     check_text_to_video(transformer.config, "trained")
     vae = inspect_checkpoint(config.vae_checkpoint or pipeline.part("vae"), VAE)
     check_channels(vae.config, transformer.config["out_channels"])
+    check_sizes(config, vae.config, transformer.config)
     if config.lora_rank:
         check_targets(build_empty(TRANSFORMER, transformer.config), config.lora_targets)
     pipeline.part("scheduler")  # without one the result could not be sampled as a pipeline

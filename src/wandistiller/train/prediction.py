@@ -337,7 +337,7 @@ def _results(work: Training, config: TransformerTrainingConfig) -> list[Item]:
     """
     trained = work.student.trained
     weights = sum(each.nbytes for each in trained)
-    optimiser = sum((*work.optimiser.masters(trained), *work.optimiser.state(trained)))
+    optimiser = work.optimiser_bytes
     average = sum(4 * each.numel() for each in trained) if config.use_ema else 0
     return [
         Item("student", "states", "disk", Bytes((config.keep + 1) * (weights + optimiser + average))),

@@ -8,7 +8,9 @@ from typing import Any
 from wandistiller.config.distill import DistillConfig
 from wandistiller.config.placement import SPREAD
 from wandistiller.config.train import TrainConfig
+from wandistiller.data.encode_job import plan_buckets
 from wandistiller.errors import UsageError
+from wandistiller.models.latents import check_positions, latent_shape
 
 
 def check_ranks(config: TrainConfig, num_ranks: int) -> None:
@@ -31,6 +33,12 @@ def check_expert(config: TrainConfig, num_experts: int, boundary: float) -> None
             why=f"one is for sigma above {boundary}, the other for sigma below.",
             fix="Give --expert high or --expert low.",
         )
+
+
+def check_sizes(config: TrainConfig, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for samples of which the transformer could not tell all positions apart."""
+    for bucket in plan_buckets(vae, config.width, config.height, config.frames, config.max_aspect):
+        check_positions(transformer, latent_shape(vae, bucket.shape))
 
 
 def check_text_to_video(transformer: Mapping[str, Any], done: str) -> None:

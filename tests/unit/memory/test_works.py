@@ -365,6 +365,22 @@ def test_gradients_are_added_up_on_the_host(clips, accumulation):
     assert work.seconds(slow) == pytest.approx(passed * WEIGHTS / 4 / 1e3, rel=1e-2)
 
 
+@pytest.mark.parametrize("clips", [True, False])
+def test_an_average_of_offloaded_weights_waits_for_their_update(clips):
+    """By hand, where the host and the bus are slow: the update is beside no forward, and all weights come over the bus."""
+    slow = replace(CARD, host_rate=1e6, bus_rate=1e6)
+    student = TRAINED.changed(dtype=torch.bfloat16)
+    without, work = (
+        Training(student=student, placing=Placing(name="offload"), averages=averages, clips=clips) for averages in (False, True)
+    )
+    count = sum(each.numel() for each in student.trained)
+    update, comes = UPDATE_TRAFFIC * count / 1e6, 2 * count / 1e6
+    placed = replace(without, clips=False).seconds(replace(slow, host_rate=1e15))
+    expected = placed + update if clips else max(placed, update)
+    assert work.seconds(slow) == pytest.approx(expected + comes, rel=1e-3)
+    assert work.seconds(slow) > without.seconds(slow) + 0.9 * comes
+
+
 def test_a_policy_has_something_to_do_for_each_block():
     student = TRAINED.changed(policy="full")
     slow = replace(CARD, card=replace(CARD.card, launch_seconds=1.0))

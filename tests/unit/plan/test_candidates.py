@@ -27,7 +27,7 @@ def values(flags, name, hardware=CARD):
     [
         (["sample", "--model", "wan2.1-14b", "--placement", "auto"], "placement", {"gpu", "offload", "disk", "cpu"}),
         (["sample", "--model", "wan2.1-14b", "--placement", "cpu"], "placement", {"cpu"}),
-        ([*TRAIN, "--lora-rank", "4", "--placement", "auto"], "placement", {"gpu", "offload", "disk"}),
+        ([*TRAIN, "--lora-rank", "4", "--placement", "auto"], "placement", {"gpu", "offload", "disk", "cpu"}),
         ([*DISTILL, "--preset", "one-48gb"], "teacher_device_strategy", {"gpu", "offload", "disk", "cpu"}),
         ([*DISTILL, "--teacher-device-strategy", "auto"], "teacher_device_strategy", {"gpu", "offload", "disk", "cpu"}),
         ([*DISTILL, "--teacher-on-cpu"], "teacher_device_strategy", {"auto"}),

@@ -16,11 +16,12 @@ from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import margin
 from wandistiller.memory.hardware import described
 from wandistiller.memory.step_limit import limit_of
-from wandistiller.models.shapes import find_shapes
+from wandistiller.models.shapes import find_named, find_shapes
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import TRANSFORMER, build_empty
 from wandistiller.plan.candidates import all_ways
 from wandistiller.plan.planner import find_hardware, make_plan
+from wandistiller.plan.ranking import reasons
 from wandistiller.plan.show import describe
 from wandistiller.sample.prediction import predict_sample
 from wandistiller.sample.remedies import foresee
@@ -180,6 +181,22 @@ def test_the_plan_can_be_run_from_its_file(tmp_path, capsys, lora):
     assert "What fits" in capsys.readouterr().out
 
 
+def test_a_plan_is_run_with_the_weights_of_the_size_that_was_named(tmp_path, capsys, lora):
+    file = tmp_path / "run.toml"
+    assert main(["plan", *TRAIN, "--lora-rank", "4", "--batch-size", "4", *MACHINE, "--write", str(file)]) == 0
+    assert "--model Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in capsys.readouterr().out
+    again = make_plan(parse("plan", ["train", "--config", str(file), *MACHINE]))
+    assert again.best.seconds == pytest.approx(lora.best.seconds) and again.best.estimate.device == lora.best.estimate.device
+
+
+def test_a_model_of_the_hub_that_is_here_is_looked_at(monkeypatch):
+    hub = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    assert find_named(hub) is SIZES["wan2.1-1.3b"] is find_named("wan2.1-1.3b")
+    assert find_named("somebody/Wan2.1-T2V-1.3B-Diffusers") is None and find_named("tiny") is None
+    monkeypatch.setattr("wandistiller.models.shapes.is_downloaded", lambda repo: True)
+    assert find_named(hub) is None
+
+
 def test_a_file_for_several_ranks_is_run_by_all_of_them(tmp_path, capsys):
     file = tmp_path / "run.toml"
     data = ["--dataset-path", "world:100:1x64x64", "--width", "64", "--height", "64", "--frames", "1"]
@@ -187,6 +204,7 @@ def test_a_file_for_several_ranks_is_run_by_all_of_them(tmp_path, capsys):
     assert main(["plan", "train", "--model", "tiny", *data, *machine, "--write", str(file)]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert f"run it with: torchrun --nproc-per-node=2 -m wandistiller train --config {file}" in said
+    assert file.read_text().startswith("# torchrun --nproc-per-node=2 -m wandistiller train --config run.toml\n")
 
 
 def test_nothing_fits(capsys):
@@ -234,6 +252,42 @@ def test_a_teacher_that_is_asked_again_is_asked_in_batches_that_fit_beside_the_s
     assert not any(each.way.is_exact for each in make_plan(parse("plan", [*flags, "--rollout-batch", "8"])).fitting)
 
 
+def test_what_is_in_the_way_of_a_sharded_teacher_is_in_nobody_elses(tmp_path):
+    """Slices of the 14B and the blocks that are brought together do not fit beside this student; streamed blocks do."""
+    student = tmp_path / "student.json"
+    student.write_text(json.dumps({"depth": 30, "hidden_size": 3072, "num_heads": 24, "ffn_dim": 13824}))
+    flags = ["distill", "--teacher-path", "wan2.1-14b", "--student-config", str(student), "--frames", "1"]
+    machine = ["--card", "l40s", "--gpus", "2", "--ram", "128GiB"]
+    best = make_plan(parse("plan", [*flags, *machine])).best
+    asked = make_plan(parse("plan", [*flags, *machine, "--teacher-device-strategy", "offload"])).best
+    assert best.changes["teacher_device_strategy"] == "offload" and best.seconds == pytest.approx(asked.seconds)
+
+
+def test_a_model_is_spread_over_the_cards_of_a_machine_where_that_is_faster_than_its_bus():
+    flags = ["sample", "--model", "wan2.1-14b", "--output", "a.png", "--card", "rtx4080", "--ram", "64GiB", "--bus", "6GB/s"]
+    alone, together = (make_plan(parse("plan", [*flags, "--gpus", count])).best for count in ("1", "2"))
+    assert (alone.changes["placement"], together.changes["placement"]) == ("offload", "balanced")
+    assert together.estimate.step_seconds < 0.5 * alone.estimate.step_seconds
+
+
+def test_samples_are_compared_from_beginning_to_end():
+    """A VAE in 16 bits decodes faster and takes less; that counts beside few steps, and is said, but not chosen."""
+    flags = ["sample", "--model", "wan2.1-1.3b", "--output", "a.mp4", "--steps", "1", "--vae-tiling", "--card", "rtx4060"]
+    plan = make_plan(parse("plan", [*flags, "--ram", "32GiB"]))
+    assert plan.best.estimate.seconds == sum(each.seconds * max(each.num_steps, 1) for each in plan.best.estimate.phases)
+    assert not plan.best.way.costs
+    assert any("with --vae-dtype bfloat16" in line and "cost in accuracy" in line for line in reasons(plan))
+
+
+def test_where_only_the_text_encoder_is_too_large_that_is_said(capsys):
+    flags = ["plan", "sample", "--model", "wan2.1-14b", "--output", "a.png", "--card", "rtx3060", "--placement", "disk"]
+    assert main([*flags, "--ram", "8GiB"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of host memory for encoding text, 7.2 GiB may be used" in said
+    assert "text encoder alone is too large: encode the text on another machine" in said
+    assert main([*flags, "--ram", "8GiB", "--cond", "prompt.safetensors"]) == 0
+
+
 def test_what_is_hopeless_is_said_role_by_role(capsys):
     flags = [
         "plan",
@@ -261,7 +315,15 @@ def test_what_is_hopeless_is_said_role_by_role(capsys):
         (["plan", "train", "--model", "wan2.1-1.3b", "--card", "rtx4091"], "rtx4090"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "much"], "'much' is not a size"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "25GB/h"], "is not a rate"),
-        (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "24"], "'24' has no unit"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "24"], "--gpu: '24' has no unit"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "25"], "--bus: '25' is not a rate"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--disk", "-3GB/s"], "--disk: '-3GB/s' is not a rate"),
+        (["plan", *TRAIN, "--gpus", "0", "--card", "rtx4090"], "--gpus 0 is for a machine without a GPU"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--width", "-832", "--height", "480", *MACHINE], "--width -832 is out of"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--max-aspect", "0.5", *MACHINE], "--max-aspect 0.5 is out of range"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--width", "16400", "--height", "64", *MACHINE], "1 by 4 by 1025 patches"),
+        (["plan", "sample", "--model", "wan2.1-1.3b", "--frames", "4105", *MACHINE], "1027 by 30 by 52 patches"),
+        (["plan", "sample", "--model", "wan2.1-1.3b", "--width", "830", *MACHINE], "Take --width 832 or 816"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpus", "2"], "Which 2 GPUs there will be is not known"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpus", "0", "--device", "cuda"], "a machine without a GPU"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--write", "plan.txt"], "no TOML file"),
@@ -271,7 +333,7 @@ def test_what_is_hopeless_is_said_role_by_role(capsys):
         (["plan", "train", "--model", "wan2.2-a14b", "--lora-rank", "8", *MACHINE], "Give --expert high or --expert low"),
         (["plan", "train", "--model", "wan2.1-i2v-14b", *MACHINE], "Only text-to-video models can be trained"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--placement", "offload", *MACHINE, "--gpus", "8"], "cannot each offload"),
-        (["plan", "train", "--model", "wan2.1-1.3b", "--parallel", "fsdp", *MACHINE], "torchrun did not start this"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--parallel", "fsdp", *MACHINE], "this is a plan for one"),
         (["plan", *TRAIN, "--parallel", "hsdp", "--shard-size", "3", *MACHINE, "--gpus", "4"], "into groups of 3"),
         (["plan", *DISTILL, "--teacher-device-strategy", "sharded", *MACHINE], "sharded was given, but torchrun"),
         (["plan", "train-vae", "--model", "wan2.1-1.3b", "--cuda-graphs", *MACHINE], "no plan yet for a VAE"),

@@ -21,7 +21,7 @@ def test_latents_of_a_clip():
         (8, 480, 81, r"--width 16\."),
         (832, 480, 80, "--frames 77 or 81"),
         (832, 480, 2, "--frames 1 or 5"),
-        (16 * 1024, 480, 1, "more than this model has positions for"),
+        (16 * 1025, 480, 1, "more than this model has positions for"),
     ],
 )
 def test_what_does_not_divide_names_the_nearest(width, height, frames, message):

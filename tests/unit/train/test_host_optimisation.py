@@ -9,7 +9,10 @@ from torch import nn
 
 from wandistiller.errors import UsageError
 from wandistiller.memory.activations import apply_policy
+from wandistiller.memory.stage import Placing
 from wandistiller.memory.streaming import stream_blocks
+from wandistiller.memory.uses import Use
+from wandistiller.memory.works import Training
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.optimisation import Optimisation, OptimiserOptions
 
@@ -131,6 +134,16 @@ class Break(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         raise RuntimeError("it broke off")
+
+
+def test_its_state_is_as_large_as_foreseen(tiny_size, batches):
+    """A float32 copy of the blocks' weights is part of it whatever precision they are in."""
+    model, optimisation = make(tiny_size, streamed=True)
+    train(model, optimisation, batches, steps=1)
+    use = Use(name="student", config={**tiny_size.transformer, "num_layers": 4}, latent_shape=(8, 1, 8, 8), dtype=torch.float32)
+    work = Training(student=use.changed(trains="everything"), placing=Placing(name="offload"))
+    tensors, _ = optimisation.state()
+    assert sum(each.nbytes for each in tensors.values()) == pytest.approx(work.optimiser_bytes, rel=1e-3)
 
 
 def test_the_state_of_another_placement_is_refused(tiny_size):
