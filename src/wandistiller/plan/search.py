@@ -144,17 +144,17 @@ class Search:
             yield from self._with_residents(option, self.resident_field)
 
     def _with_residents(self, option: Option, field: str) -> Iterator[Option]:
-        """Yield the way with as many blocks on the card as fit, if that is faster."""
+        """Yield the way with as many blocks on the card as fit, or one less, if that is faster."""
         most = resident_blocks(option.estimate, self.hardware) if self._fits_card(option.estimate.device) else 0
+        fitting: list[Option] = []
         # What is there already is rounded up in other ways with more beside it.
-        for count in (most, most - 1, most - 2):
-            if count < 1:
-                return
+        for count in range(most, max(most - 3, 0), -1):
             more = self._option(replace(option.way, changes={**option.changes, field: str(count)}))
-            if more.fits:
-                if more.seconds < option.seconds or not option.fits:
-                    yield more
-                return
+            fitting += [more] if more.fits else []
+        # Of an odd number of blocks that visit two have to wait for each other where a pass ends.
+        best = min(fitting[:2], key=lambda each: each.seconds, default=option)
+        if best is not option and (best.seconds < option.seconds or not option.fits):
+            yield best
 
     def _option(self, way: Way) -> Option:
         estimate = self.predict(way.changes)
