@@ -31,7 +31,7 @@ _CLIP_TRAFFIC = 12
 _MASTER_TRAFFIC = 12
 """Gradients of 16 bits made 32, and weights of 32 bits made 16."""
 _AVERAGE_TRAFFIC = 12
-"""Average and weight read, average written."""
+"""Average and weight read, average written; on the host 16 bits are made 32 first."""
 
 
 def foreseen_placing(use: Use, on_device: Phase, hardware: Hardware) -> Placing:
@@ -119,8 +119,9 @@ class Training:
         if student.pixels is not None:
             scene.hold("vae", "weights", student.pixels.weights)
         scene.hold(student.name, "optimiser", _cut(self.optimiser.masters(stepped), slices))
-        if self.averages:
-            scene.hold(student.name, "average", _cut([4 * each.numel() for each in student.trained], slices))
+        if self.averages:  # each where its weight is
+            scene.hold(student.name, "average", _cut([4 * each.numel() for each in stepped], slices))
+            stage.add(student.name, "average", "host", 4 * self._num_on_host)
         if hardware.num_ranks > 1 or self.is_sliced:
             gradients = [each.nbytes for each in stepped]
             # DDP collects gradients in buckets beside them; slices of them stay for the optimiser.
@@ -249,8 +250,7 @@ class Training:
         last = updated_on_host(placed, update if self.clips else update + adding, clips=self.clips)
         if self.averages:  # of new weights, so nothing of the update is left for the next forward
             last = placed.total + update if self.clips else last
-            last += count * width / hardware.bus_rate
-            last += count * _AVERAGE_TRAFFIC / hardware.card.bandwidth if hardware.card is not None else 0.0
+            last += count * (_AVERAGE_TRAFFIC + (0 if width == 4 else 4 + width)) / hardware.update_rate
         return placed.total * (self.accumulation - 1) + last
 
     @property
@@ -326,8 +326,12 @@ class Training:
     def optimiser_bytes(self) -> int:
         """What the optimiser keeps, on the device and in host memory."""
         stepped = self._stepped
-        on_host = sum(each.numel() for each in self.student.trained) - sum(each.numel() for each in stepped)
-        return sum((*self.optimiser.masters(stepped), *self.optimiser.state(stepped))) + HOST_STATE * on_host
+        return sum((*self.optimiser.masters(stepped), *self.optimiser.state(stepped))) + HOST_STATE * self._num_on_host
+
+    @property
+    def _num_on_host(self) -> int:
+        """Weights that are updated in host memory."""
+        return sum(each.numel() for each in self.student.trained) - sum(each.numel() for each in self._stepped)
 
     @property
     def _stepped(self) -> list[nn.Parameter]:

@@ -68,7 +68,7 @@ def least_of_training(work: Training, hardware: Hardware) -> Least:
     held = _weights(student, work.placing) if slices == 1 else sum(each.nbytes for each in student.model.parameters())
     held += sum(work.optimiser.masters(stepped)) + sum(work.optimiser.state(stepped))
     if work.averages:
-        held += sum(4 * each.numel() for each in student.trained)
+        held += sum(4 * each.numel() for each in (stepped if work.is_on_host else student.trained))
     # Those of masters take the place of others, half as large.
     gradients = sum(4 * each.numel() if work.optimiser.has_master(each) else each.nbytes for each in stepped)
     update = gradients + sum(work.optimiser.scratch(stepped))
