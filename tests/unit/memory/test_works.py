@@ -379,7 +379,8 @@ def test_an_average_of_offloaded_weights_waits_for_their_update(clips):
     expected = placed + update if clips else max(placed, update)
     assert work.seconds(slow) == pytest.approx(expected + averaged, rel=1e-3)
     found, on_card = (sizes(each.phase(CARD), where) for each, where in ((work, "host"), (work, "device")))
-    assert found[("student", "average")] + on_card[("student", "average")] == 4 * count
+    # Each tensor on the card is rounded up to what its allocator gives out.
+    assert found[("student", "average")] + on_card[("student", "average")] == pytest.approx(4 * count, rel=1e-3)
     assert found[("student", "average")] == 4 * sum(each.numel() for each in student.model.blocks.parameters())
 
 
