@@ -31,7 +31,9 @@ _CLIP_TRAFFIC = 12
 _MASTER_TRAFFIC = 12
 """Gradients of 16 bits made 32, and weights of 32 bits made 16."""
 _AVERAGE_TRAFFIC = 12
-"""Average and weight read, average written; on the host 16 bits are made 32 first."""
+"""Average and weight read, average written."""
+_AVERAGE_ON_HOST = 8
+"""The same in host memory, where new weights are still in a cache."""
 
 
 def foreseen_placing(use: Use, on_device: Phase, hardware: Hardware) -> Placing:
@@ -245,12 +247,9 @@ class Training:
         width = self.student.dtype.itemsize
         # Of several backwards each waits until its gradients are in the sums.
         adding = count * (_SUM_TRAFFIC + width) / hardware.update_rate if self.accumulation > 1 else 0.0
-        update = count * UPDATE_TRAFFIC / hardware.update_rate
+        update = count * (UPDATE_TRAFFIC + (_AVERAGE_ON_HOST if self.averages else 0)) / hardware.update_rate
         placed = replace(placed, backward=max(placed.backward, adding))
         last = updated_on_host(placed, update if self.clips else update + adding, clips=self.clips)
-        if self.averages:  # of new weights, so nothing of the update is left for the next forward
-            last = placed.total + update if self.clips else last
-            last += count * (_AVERAGE_TRAFFIC + (0 if width == 4 else 4 + width)) / hardware.update_rate
         return placed.total * (self.accumulation - 1) + last
 
     @property

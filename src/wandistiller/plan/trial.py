@@ -158,6 +158,8 @@ def _training(work: Training, device: torch.device, ends: Ends) -> Callable[[int
     if placed.stream is not None and placed.stream.gradients is not None:
         on_host = HostOptimisation(role.trained_parameters, placed.stream, options, precision, device)
         ends.callback(on_host.close)
+        if average is not None:
+            on_host.follow(average)
         optimisation = on_host
     else:
         optimisation = Optimisation(role.trained_parameters, options, precision, device, keeps_gradients=work.is_recorded)

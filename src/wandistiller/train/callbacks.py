@@ -101,7 +101,7 @@ class KeepAverage(Callback):
         self.average.update(loop.step)
 
     def state(self) -> dict[str, Tensor]:
-        return dict(self.average.averages)
+        return self.average.tensors()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         if not tensors:

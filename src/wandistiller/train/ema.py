@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,8 @@ class MovingAverage:
     """``average = decay * average + (1 - decay) * parameter`` after every step.
 
     Early on the decay is smaller, ``(1 + step) / (10 + step)``, so that the random start is soon forgotten. Weights are read
-    and written through the model's state, which knows where they are, on the device or streamed.
+    and written through the model's state, which knows where they are, on the device or streamed. An optimiser that has new
+    weights at hand in a thread's cache may take them in itself (``leave_to``).
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], decay: float, device: torch.device | None = None) -> None:
@@ -26,6 +27,21 @@ class MovingAverage:
         self.decay = decay
         state = changing_state(model)
         self.averages = {name: state[name].detach().to(device, torch.float32, copy=True) for name in names}
+        self._wait: Callable[[], None] | None = None
+
+    def leave_to(self, wait: Callable[[], None]) -> None:
+        """Leave every step to somebody else, who has finished one when ``wait`` returns."""
+        self._wait = wait
+
+    def weight(self, step: int) -> float:
+        """Return how much a step's weights count; the first step is 1."""
+        return 1 - min(self.decay, (1 + step) / (10 + step))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the averages by name, complete."""
+        if self._wait is not None:
+            self._wait()
+        return dict(self.averages)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -37,7 +53,9 @@ class MovingAverage:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after a step."""
-        weight = 1 - min(self.decay, (1 + step) / (10 + step))
+        if self._wait is not None:
+            return
+        weight = self.weight(step)
         state = changing_state(self._model)
         together: list[tuple[Tensor, Tensor]] = []
         for name, average in self.averages.items():
@@ -55,7 +73,7 @@ class MovingAverage:
         state = changing_state(self._model)
         own = {name: state[name].detach().clone() for name in self.averages}
         try:
-            self._model.load_state_dict(self.averages, strict=False)
+            self._model.load_state_dict(self.tensors(), strict=False)
             yield
         finally:
             self._model.load_state_dict(own, strict=False)

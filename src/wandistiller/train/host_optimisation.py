@@ -8,13 +8,13 @@ the device when they are new. What is not streamed is updated on the device by a
 An update is limited by how fast memory is read and written. So gradients stay where they arrive and are measured on the device,
 before they leave, and threads go through a block in pieces that stay in a cache: a gradient is made float32, used, and the new
 weights rounded without either going to memory in between. Only where a step adds up several backward passes are gradients
-copied on the host, into float32 sums.
+copied on the host, into float32 sums. A moving average takes new weights in on the same way.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from wandistiller.memory.host import large_pages
 from wandistiller.memory.host_adamw import AdamW
 from wandistiller.memory.host_threads import PIECE, HostThreads, Work
 from wandistiller.memory.layout import Member
+from wandistiller.train.ema import MovingAverage
 from wandistiller.train.optimisation import MixedPrecision, Optimisation, OptimiserOptions, refuse_other_flags
 from wandistiller.train.schedules import rate_factor
 
@@ -140,9 +141,17 @@ class HostOptimisation:
         self._threads = HostThreads()
         self._updates: dict[int, Work] = {}
         """By block: the last update, done or under way."""
+        self._average: MovingAverage | None = None
+        self._averaged: set[int] = set()
+        """Blocks whose average has taken this step in, or is about to."""
         self._norms: list[Tensor] = []
         """Of the gradients that are complete, on the device or of sums on the host."""
         stream.gradients.see, stream.gradients.take = self._see, self._arrive
+
+    def follow(self, average: MovingAverage) -> None:
+        """Take new weights into their average, too."""
+        self._average = average
+        average.leave_to(self.wait)
 
     @property
     def rate(self) -> float:
@@ -177,6 +186,8 @@ class HostOptimisation:
             if block.gradients:  # with clipping all, else those with weights that have none
                 self._update(position, block, scale)
         self._rest.step(number)
+        if self._average is not None:
+            self._take_in_the_rest(self._average)
         self._number, self._backwards = number + 1, 0
         self._stream.invalidate()
         return torch.tensor(norm)
@@ -284,6 +295,8 @@ class HostOptimisation:
         adamw = AdamW(rate, self.options.betas, self.options.weight_decay, number, divisor)
         values = self._store.views_at_once(position)
         arrived, block.gradients, block.num_arrived = block.gradients, {}, 0
+        average, taken = self._average, 0.0 if self._average is None else self._average.weight(self._number + 1)
+        self._averaged.add(position)
 
         def update(index: int, room: Tensor) -> None:
             parts = [part for part in block.pieces[index] if part.index in arrived]
@@ -293,12 +306,42 @@ class HostOptimisation:
             adamw.step(masters, gradients, [part.first_moment for part in parts], [part.second_moment for part in parts])
             weights = [values[block.members[part.index].name].view(-1)[part.where] for part in parts]
             torch._foreach_copy_(weights, masters)
+            if average is not None:
+                self._take_in(average, block, block.pieces[index], values, room, taken)
 
         if (before := self._updates.get(position)) is not None:
             before.wait()  # done, or fetching the block would have waited; raises what went wrong
         self._store.hold_back(position)
         then = functools.partial(self._store.let_go, position)
         self._updates[position] = self._threads.begin(update, len(block.pieces), order=position, then=then)
+
+    def _take_in(
+        self,
+        average: MovingAverage,
+        block: _Block,
+        parts: Sequence[_Part],
+        values: Mapping[str, Tensor],
+        room: Tensor,
+        taken: float,
+    ) -> None:
+        """Take weights of a block into their average, in float32."""
+        weights = [room[part.in_room] for part in parts]
+        torch._foreach_copy_(weights, [values[block.members[part.index].name].view(-1)[part.where] for part in parts])
+        averages = [average.averages[block.names[part.index]].view(-1)[part.where] for part in parts]
+        torch._foreach_lerp_(averages, weights, taken)
+
+    @torch.no_grad()
+    def _take_in_the_rest(self, average: MovingAverage) -> None:
+        """Take in what no update of a block does: weights on the device, and blocks that had no gradient in this step."""
+        taken = average.weight(self._number + 1)
+        for name, parameter in self._rest.parameters.items():
+            average.averages[name].lerp_(parameter.to(torch.float32), taken)
+        for position, block in enumerate(self._blocks):
+            if position not in self._averaged:
+                values, room = self._store.views(position), torch.empty(PIECE)
+                for parts in block.pieces:
+                    self._take_in(average, block, parts, values, room, taken)
+        self._averaged.clear()
 
     def _rate_at(self, number: int) -> float:
         options = self.options

@@ -37,6 +37,7 @@ from wandistiller.terminal import say
 from wandistiller.train.callbacks import Callback, KeepAverage
 from wandistiller.train.ema import MovingAverage
 from wandistiller.train.graphs import check_can_graph
+from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.loop import Loop, LoopOptions, Stopped
 from wandistiller.train.memory_watch import WatchMemory
 from wandistiller.train.method import Method, Role
@@ -171,6 +172,9 @@ class Run:
         """
         config = self.config
         first: list[Callback] = [KeepAverage(average)] if average is not None else []
+        for each in optimisations.values():
+            if average is not None and isinstance(each, HostOptimisation):
+                each.follow(average)
         states = TrainingStates(config.output_dir / "states", config.keep)
         loop = Loop(
             method,

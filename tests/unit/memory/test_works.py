@@ -366,19 +366,13 @@ def test_gradients_are_added_up_on_the_host(clips, accumulation):
 
 
 @pytest.mark.parametrize("clips", [True, False])
-def test_an_average_of_offloaded_weights_waits_for_their_update(clips):
-    """By hand, where the host is slow: the update is beside no forward, and 18 bytes a weight are read and written for it."""
-    slow = replace(CARD, host_rate=1e6)
+def test_an_average_of_offloaded_weights_is_taken_where_they_are_updated(clips):
+    """By hand, where the host is slow: averages are read and written beside what an update reads and writes."""
     student = TRAINED.changed(dtype=torch.bfloat16)
-    without, work = (
-        Training(student=student, placing=Placing(name="offload"), averages=averages, clips=clips) for averages in (False, True)
-    )
+    work = Training(student=student, placing=Placing(name="offload"), averages=True, clips=clips)
     count = sum(each.numel() for each in student.trained)
-    update, averaged = UPDATE_TRAFFIC * count / 1e6, 18 * count / 1e6
-    placed = replace(without, clips=False).seconds(replace(slow, host_rate=1e15))
-    expected = placed + update if clips else max(placed, update)
-    assert work.seconds(slow) == pytest.approx(expected + averaged, rel=1e-3)
-    found, on_card = (sizes(each.phase(CARD), where) for each, where in ((work, "host"), (work, "device")))
+    assert work.seconds(replace(CARD, host_rate=1e3)) == pytest.approx((UPDATE_TRAFFIC + 8) * count / 1e3, rel=1e-2)
+    found, on_card = (sizes(work.phase(CARD), where) for where in ("host", "device"))
     # Each tensor on the card is rounded up to what its allocator gives out.
     assert found[("student", "average")] + on_card[("student", "average")] == pytest.approx(4 * count, rel=1e-3)
     assert found[("student", "average")] == 4 * sum(each.numel() for each in student.model.blocks.parameters())

@@ -13,6 +13,7 @@ from wandistiller.memory.stage import Placing
 from wandistiller.memory.streaming import stream_blocks
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Training
+from wandistiller.train.ema import MovingAverage
 from wandistiller.train.host_optimisation import HostOptimisation
 from wandistiller.train.optimisation import Optimisation, OptimiserOptions
 
@@ -134,6 +135,50 @@ class Break(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         raise RuntimeError("it broke off")
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_follows_as_it_would_by_itself(tiny_size, batches, clip_norm, dtype, monkeypatch):
+    """One that is left to the optimiser's threads, in small pieces, and one that looks at the weights after each step."""
+    monkeypatch.setattr("wandistiller.memory.host_threads.PIECE", 100)
+    monkeypatch.setattr("wandistiller.train.host_optimisation.PIECE", 100)
+    model, optimisation = make(tiny_size, True, clip_norm=clip_norm, dtype=dtype)
+    names = list(optimisation.parameters)
+    followed, alone = (MovingAverage(model, names, 0.7) for _ in range(2))
+    optimisation.follow(followed)
+    for step in range(5):
+        train(model, optimisation, batches, start=step, steps=step + 1, accumulation=1)
+        for average in (followed, alone):
+            average.update(step + 1)
+    found = followed.tensors()
+    assert found.keys() == alone.averages.keys()
+    for name, value in alone.averages.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with followed.in_use():
+        state = model.state_dict()
+        assert all(torch.equal(state[name], value.to(dtype)) for name, value in found.items())
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_an_average_of_weights_without_a_gradient_follows_too(clip_norm):
+    """Parts of a block, and in some steps whole blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, 4))
+    stream = stream_blocks(model, list(model[:2]), CPU, train=True)
+    on_host = HostOptimisation(dict(model.named_parameters()), stream, OptimiserOptions(clip_norm=clip_norm), "no", CPU)
+    followed, alone = (MovingAverage(model, list(on_host.parameters), 0.7) for _ in range(2))
+    on_host.follow(followed)
+    for step in range(4):
+        hidden = model[0](torch.randn(3, 4)) if step % 2 else torch.randn(3, 4)
+        on_host.backward(model[2](model[1](hidden)).square().mean())
+        on_host.step(step)
+        for average in (followed, alone):
+            average.update(step + 1)
+    for name, value in followed.tensors().items():
+        torch.testing.assert_close(value, alone.averages[name], msg=name)
 
 
 def test_its_state_is_as_large_as_foreseen(tiny_size, batches):
