@@ -96,11 +96,12 @@ def training(draw: Draw) -> Work:
     if draw.maybe("bf16 weights", 0.5):
         use = Use(trains="everything", **common)
         if draw.maybe("offload", 0.4):
-            return Training(student=use, placing=Placing(name="offload"), accumulation=accumulation)
+            return Training(student=use, placing=Placing(name="offload"), accumulation=accumulation, averages=averages)
         optimiser = OptimiserChoice(draw.one(("adamw", "adafactor")), draw.one(("masters", "stochastic")))
         return Training(student=use, optimiser=optimiser, accumulation=accumulation, averages=averages)
     use = Use(trains="everything", dtype=torch.float32, precision=draw.one(("bf16", "fp16")), **common)
-    return Training(student=use, optimiser=OptimiserChoice(draw.one(("adamw", "adafactor"))), accumulation=accumulation)
+    optimiser = OptimiserChoice(draw.one(("adamw", "adafactor")))
+    return Training(student=use, optimiser=optimiser, accumulation=accumulation, averages=averages)
 
 
 def distilling(draw: Draw) -> Work:

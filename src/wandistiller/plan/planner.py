@@ -103,8 +103,9 @@ class Plan:
         if self.best is None:
             return None
         job: Any = self.request.job
-        named = {name: HUB_IDS.get(str(getattr(job, name, None))) for name in ("model", "teacher_path")}
-        return replace(job, **{name: hub for name, hub in named.items() if hub is not None}, **self.best.changes)
+        sources = {name: str(getattr(job, name, None)) for name in ("model", "teacher_path")}
+        named = {name: HUB_IDS[source] for name, source in sources.items() if source in HUB_IDS and find_named(source)}
+        return replace(job, **named, **self.best.changes)
 
     @property
     def command(self) -> str | None:

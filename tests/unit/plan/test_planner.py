@@ -189,12 +189,15 @@ def test_a_plan_is_run_with_the_weights_of_the_size_that_was_named(tmp_path, cap
     assert again.best.seconds == pytest.approx(lora.best.seconds) and again.best.estimate.device == lora.best.estimate.device
 
 
-def test_a_model_of_the_hub_that_is_here_is_looked_at(monkeypatch):
+def test_a_model_that_is_here_is_looked_at(monkeypatch, tmp_path):
     hub = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    monkeypatch.chdir(tmp_path)
     assert find_named(hub) is SIZES["wan2.1-1.3b"] is find_named("wan2.1-1.3b")
     assert find_named("somebody/Wan2.1-T2V-1.3B-Diffusers") is None and find_named("tiny") is None
     monkeypatch.setattr("wandistiller.models.shapes.is_downloaded", lambda repo: True)
-    assert find_named(hub) is None
+    assert find_named(hub) is None and find_named("wan2.1-1.3b") is not None
+    (tmp_path / "wan2.1-1.3b").mkdir()
+    assert find_named("wan2.1-1.3b") is None
 
 
 def test_a_file_for_several_ranks_is_run_by_all_of_them(tmp_path, capsys):
