@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import save_file
 
 from wandistiller.errors import CheckpointError, UsageError
-from wandistiller.models import pipeline as pipeline_module
 from wandistiller.models.pipeline import find_part, find_pipeline
+from wandistiller.models.sizes import HUB_IDS, SIZES
 
 
 def test_a_diffusers_folder(tiny_folder):
@@ -115,8 +115,8 @@ def test_only_the_parts_that_a_job_needs_are_fetched_from_a_hub(tiny_folder, tmp
 
 
 def test_hub_names_are_complete():
-    released = [name for name in pipeline_module.SIZES if not name.startswith("tiny")]
-    assert all(pipeline_module._hub_name(name) for name in released)
+    released = [name for name in SIZES if not name.startswith("tiny")]
+    assert set(HUB_IDS) == set(released) and all(hub.startswith("Wan-AI/Wan2.") for hub in HUB_IDS.values())
 
 
 def test_the_index_of_the_tiny_pipeline_names_diffusers_classes(tiny_folder):
