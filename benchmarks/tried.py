@@ -116,6 +116,7 @@ def training() -> Iterator[tuple[str, Work]]:
         Training(student=trained("wan2.1-1.3b", VIDEO, policy="full"), optimiser=OptimiserChoice("adafactor")),
     )
     yield "1.3b video, offload", Training(student=short("wan2.1-1.3b", VIDEO, policy="full"), placing=offload)
+    yield "1.3b clip, offload, averaged", Training(student=short("wan2.1-1.3b", CLIP), placing=offload, averages=True)
     yield (
         "5b video, bf16, stochastic, full",
         Training(student=short("wan2.2-5b", VIDEO_5B, policy="full"), optimiser=stochastic),
