@@ -259,19 +259,32 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def find_description(source: str, *, flag: str = "--model") -> Pipeline | None:
+    """Return a pipeline of the hub by its configurations alone, which are fetched; None for others, and where its weights are
+    here already."""
+    if source in _NAMED or expand_home(source).exists() or not _HUB_ID.fullmatch(source) or is_downloaded(source):
+        return None
+    return _read_diffusers_folder(_fetch(source, ["model_index.json", "*/config.json", "scheduler/*.json"], flag), source)
+
+
 def is_downloaded(repo: str) -> bool:
-    """Say whether something of a repository of the hub is here already."""
+    """Say whether a transformer's weights of a repository of the hub are here already."""
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(repo, "model_index.json"), str)
+    index = try_to_load_from_cache(repo, "model_index.json")
+    return isinstance(index, str) and any(Path(index).parent.glob("transformer*/*.safetensors"))
 
 
 def _download(repo: str, parts: Collection[str], flag: str) -> Path:
+    wanted = ["model_index.json", "scheduler/*.json", f"{ADAPTER_NAME}.*", *FACT_FILES]
+    wanted += [pattern.format(part=part) for part in parts for pattern in _HUB_PATTERNS]
+    return _fetch(repo, wanted, flag)
+
+
+def _fetch(repo: str, wanted: list[str], flag: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["model_index.json", "scheduler/*.json", f"{ADAPTER_NAME}.*", *FACT_FILES]
-    wanted += [pattern.format(part=part) for part in parts for pattern in _HUB_PATTERNS]
     try:
         return Path(snapshot_download(repo, allow_patterns=wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:

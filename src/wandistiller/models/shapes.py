@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from wandistiller.errors import CheckpointError, UsageError, nearest
-from wandistiller.models.pipeline import find_pipeline, is_downloaded
+from wandistiller.models.pipeline import Pipeline, find_description, find_pipeline, is_downloaded
 from wandistiller.models.sizes import HUB_IDS, SIZES, Size, usual_size
-from wandistiller.models.stored import TRANSFORMER, VAE, inspect_checkpoint
+from wandistiller.models.stored import TRANSFORMER, VAE, complete_config, inspect_checkpoint
 
 Config = Mapping[str, Any]
 _UMT5_XXL: Config = {
@@ -75,6 +75,9 @@ def find_shapes(source: str) -> Shapes:
     if size is not None:
         count = 1 if size.boundary is None else 2
         return Shapes(transformers=[size.transformer] * count, vae=size.vae, text_encoder=_UMT5_XXL, size=size)
+    described = find_description(source)
+    if described is not None:
+        return _by_configurations(described)
     try:
         pipeline = find_pipeline(source, ("transformer", "transformer_2", "vae", "text_encoder"))
     except (CheckpointError, UsageError) as error:
@@ -94,6 +97,18 @@ def find_shapes(source: str) -> Shapes:
         text_encoder=read_config(encoder) if encoder is not None else None,
         size=usual_size(vae),
         stored_dtype=transformers[0].main_dtype() if transformers else None,
+    )
+
+
+def _by_configurations(pipeline: Pipeline) -> Shapes:
+    """Return the shapes of a pipeline of which no weights are here."""
+    experts = ["transformer", *(["transformer_2"] if "transformer_2" in pipeline.parts else [])]
+    encoder, vae = pipeline.parts.get("text_encoder"), complete_config(VAE, read_config(pipeline.part("vae")))
+    return Shapes(
+        transformers=[complete_config(TRANSFORMER, read_config(pipeline.part(name))) for name in experts],
+        vae=vae,
+        text_encoder=read_config(encoder) if encoder is not None else None,
+        size=usual_size(vae),
     )
 
 

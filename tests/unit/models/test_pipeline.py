@@ -1,5 +1,7 @@
 import json
 import shutil
+from dataclasses import replace
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from safetensors.torch import save_file
 
 from wandistiller.errors import CheckpointError, UsageError
 from wandistiller.models.pipeline import find_part, find_pipeline
+from wandistiller.models.shapes import find_shapes
 from wandistiller.models.sizes import HUB_IDS, SIZES
 
 
@@ -92,12 +95,12 @@ def test_a_file_is_not_a_pipeline(tmp_path):
         find_pipeline(str(tmp_path / "x.safetensors"))
 
 
-def test_only_the_parts_that_a_job_needs_are_fetched_from_a_hub(tiny_folder, tmp_path, monkeypatch):
+@pytest.fixture
+def hub(tiny_folder, tmp_path, monkeypatch):
+    """A hub whose every repository is the tiny pipeline; gives the names that were asked for."""
     asked = []
 
     def snapshot_download(repo, allow_patterns):
-        from fnmatch import fnmatch
-
         asked.append(repo)
         for file in tiny_folder.rglob("*"):
             name = str(file.relative_to(tiny_folder))
@@ -106,9 +109,25 @@ def test_only_the_parts_that_a_job_needs_are_fetched_from_a_hub(tiny_folder, tmp
                 shutil.copy(file, tmp_path / name)
         return str(tmp_path)
 
+    def try_to_load_from_cache(repo, name):
+        return str(tmp_path / name) if (tmp_path / name).exists() else None
+
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", try_to_load_from_cache)
+    return asked
+
+
+def test_shapes_of_a_model_of_the_hub_are_those_of_its_configurations(hub, tiny_folder, tmp_path):
+    for _ in range(2):  # what is fetched does not make it look as if its weights were here
+        assert find_shapes("someone/tiny-wan") == replace(find_shapes(str(tiny_folder)), stored_dtype=None)
+    assert hub == ["someone/tiny-wan"] * 2 and not list(tmp_path.rglob("*.safetensors"))
+    find_pipeline("someone/tiny-wan", {"transformer", "vae", "text_encoder"})
+    assert find_shapes("someone/tiny-wan").stored_dtype is not None, "weights that are here are looked at"
+
+
+def test_only_the_parts_that_a_job_needs_are_fetched_from_a_hub(hub, tmp_path):
     found = find_pipeline("someone/tiny-wan", {"transformer", "transformer_2"})
-    assert asked == ["someone/tiny-wan"]
+    assert hub == ["someone/tiny-wan"]
     assert set(found.parts) == {"transformer", "scheduler"}
     assert not (tmp_path / "vae").exists()
     assert not (tmp_path / "text_encoder").exists()
