@@ -26,19 +26,12 @@ from wandistiller.errors import UsageError
 from wandistiller.memory.attached import attach_mark, remove_mark
 from wandistiller.memory.block_store import BlockStore, HostStore
 from wandistiller.memory.gradients import HostGradients
-from wandistiller.memory.inspection import tensors_in, version_of
+from wandistiller.memory.inspection import CalledWith, direction, version_of
 from wandistiller.memory.lanes import Lane, Ticket
 from wandistiller.memory.layout import BlockLayout, Member, bind, named_tensors
 from wandistiller.memory.optimiser_steps import end_failed_step, forget
 from wandistiller.memory.residents import blocks_to_keep, spread_evenly
 from wandistiller.memory.stored_state import keep_state_readable
-
-_NOBODY = object()
-
-
-def _direction() -> int:
-    """Return 1 in forward and -1 in backward. A forward inside of a backward is a recomputation: the block before is next."""
-    return 1 if torch._C._current_graph_task_id() == -1 else -1
 
 
 @dataclass(eq=False)
@@ -240,7 +233,7 @@ class BlockStream:
 
         ``position`` is where it would be among those that do not: so many of them come before it.
         """
-        if not self._ring or self.stepping is not None:
+        if self._is_closed or not self._ring or self.stepping is not None:
             return
         place = bisect_left(self._ring, position) - (1 if step < 0 else 0)
         upcoming = self._upcoming(range(place, place + step * self.num_slots, step), step)
@@ -254,7 +247,8 @@ class BlockStream:
 
     def _expect(self, upcoming: list[int], place: int, step: int) -> None:
         """Name the next blocks, and two that come after them at a place in the ring, to a store that reads ahead."""
-        self.store.expect([*upcoming, *(self._ring[(place + step * ahead) % len(self._ring)] for ahead in range(2))])
+        further = (self._ring[(place + step * ahead) % len(self._ring)] for ahead in range(2))
+        self.store.expect([each for each in (*upcoming, *further) if self._slot(each).holds != each])
 
     def _bring_all(self, upcoming: list[int], used: Ticket, taken: set[int]) -> None:
         """Bring blocks into their slots, but for those that are ``taken`` by one that is needed sooner."""
@@ -289,17 +283,14 @@ class BlockStream:
         members = self._members(position)
         buffers = {each.name: each.tensor for each in members if not isinstance(each.tensor, nn.Parameter)}
         versions: dict[str, int] = {}
-        given: dict[int, Any] = {}
-        """What made each tensor that the block was called with, by the tensor's identity."""
+        called_with = CalledWith()
 
         @torch.compiler.disable
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.use(position, _direction())
+            self.use(position, direction())
             versions.update({name: version_of(buffer) for name, buffer in buffers.items()})
-            given.clear()
-            if torch.is_grad_enabled():
-                given.update({id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs)) if tensor.requires_grad})
-            if self.is_timed and _direction() > 0:
+            called_with.note((args, kwargs))
+            if self.is_timed and direction() > 0:
                 self._clocks[position] = (self.lane.clock(), None)
 
         @torch.compiler.disable
@@ -310,10 +301,8 @@ class BlockStream:
                 self._let_stay(buffers.pop(name))
             # Of several results backward may begin with any, and some may be used by nobody. What is handed through as it
             # came is another block's result: when its gradient is there, that block is next.
-            for tensor in tensors_in(output):
-                if tensor.requires_grad and given.get(id(tensor), _NOBODY) is not tensor.grad_fn:
-                    tensor.register_hook(go_back)
-            given.clear()
+            for tensor in called_with.results(output):
+                tensor.register_hook(go_back)
 
         def go_back(gradient: Tensor) -> None:
             if torch.is_grad_enabled():
@@ -331,17 +320,19 @@ class BlockStream:
         self._hooks.append(block.register_forward_hook(after))
 
     def _hook_resident(self, position: int, block: nn.Module) -> None:
+        called_with = CalledWith()
+
         @torch.compiler.disable
-        def before(module: nn.Module, args: Any) -> None:
-            self.pass_by(position, _direction())
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.pass_by(position, direction())
+            called_with.note((args, kwargs))
 
         @torch.compiler.disable
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self.pass_by(position, -1))
+            for tensor in called_with.results(output):
+                tensor.register_hook(lambda gradient: self.pass_by(position, -1))
 
-        self._hooks.append(block.register_forward_pre_hook(before, prepend=True))
+        self._hooks.append(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._hooks.append(block.register_forward_hook(after))
 
     def _let_stay(self, buffer: Tensor) -> None:

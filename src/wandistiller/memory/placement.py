@@ -281,7 +281,7 @@ class StreamPlan:
         streamed = [block for index, block in enumerate(subject.blocks) if index not in kept]
         self.layouts: list[BlockLayout] = [lay_out(each) for each in travelling(subject.model, streamed, train=train)]
         self._quantise = quantise
-        self.ring = Ring(len(subject.blocks), len(kept), min(num_slots, max(len(streamed), 1)), quantise)
+        self.ring = Ring(len(subject.blocks), len(kept), min(num_slots, max(len(streamed), 1)), quantise, train)
         inside = {id(member.tensor) for layout in self.layouts for member in layout.members}
         self.outside = [_size(tensor) for _, tensor in named_tensors(subject.model) if id(tensor) not in inside]
         """Bytes of the tensors that stay on the device, resident blocks included."""

@@ -21,6 +21,8 @@ class Ring:
     num_slots: int
     is_packed: bool = False
     """Whether blocks are unpacked where they compute, so that a slot is free as soon as that is done."""
+    is_trained: bool = False
+    """Whether steps change blocks, so that they have to come again."""
 
     @property
     def num_streamed(self) -> int:
@@ -40,6 +42,8 @@ def ring_seconds(ring: Ring, forward: float, backward: float, copy: float, unpac
     # The first step begins with empty slots.
     for _ in range(2):
         start = clock.now
+        if ring.is_trained:
+            clock.forget()
         for index in order:
             clock.visit(index, 1, forward / ring.num_blocks, goes_on=not backward)
         turned = clock.now
@@ -65,6 +69,10 @@ class _Clock:
         self._ready: dict[int, float] = {}
         self._emptied: dict[int, float] = {}
         self._unpacked: int | None = None
+
+    def forget(self) -> None:
+        """Have nothing of what is in the slots."""
+        self._holds.clear()
 
     def visit(self, index: int, step: int, seconds: float, *, goes_on: bool = False) -> None:
         """Compute a block; ``goes_on`` says that the first one follows the last."""

@@ -108,6 +108,11 @@ def all_ways(job: CommandConfig, given: frozenset[str], hardware: Hardware) -> l
     return ways
 
 
+def has_usual_policy(job: CommandConfig) -> bool:
+    """Return whether a job has one of the policies of which each is slower than the one before."""
+    return not hasattr(job, "activations_to_host") or any(not _changed(job, each) for each in POLICIES)
+
+
 def kept(job: CommandConfig, given: frozenset[str]) -> frozenset[str]:
     """Return what of the given fields is a decision: ``auto`` leaves one open, unless another flag says what it stands for."""
     says = {"placement": "placement_name", "teacher_device_strategy": "strategy"}
@@ -133,7 +138,9 @@ def smaller_batches(job: Any, given: frozenset[str]) -> Iterator[Changes]:
 
 def _space(job: CommandConfig, hardware: Hardware) -> _Space:
     if isinstance(job, SampleConfig):
-        return _Space((*_DECODING, *_DECODING_IN_16_BITS), _sample_places(hardware) if hardware.card else [[{}]])
+        has_vae = job.wants_pixels or job.image is not None
+        decoding = (*_DECODING, *_DECODING_IN_16_BITS) if has_vae else ({},)
+        return _Space(decoding, _sample_places(hardware) if hardware.card else [[{}]])
     if isinstance(job, DistillConfig):
         places: Sequence[Sequence[Changes]] = _teacher_places(hardware) if hardware.card else [[{}]]
         return _Space(POLICIES, _together(places, hardware), [{"optimizer": name} for name in _OPTIMISERS])

@@ -23,7 +23,7 @@ from wandistiller.memory.raw_reads import rate_of_largest
 from wandistiller.models.shapes import Shapes, find_named, find_shapes
 from wandistiller.models.sizes import HUB_IDS
 from wandistiller.plan.bounds import least_on_card
-from wandistiller.plan.candidates import Changes, Way, all_ways, is_left_to_the_program, kept
+from wandistiller.plan.candidates import Changes, Way, all_ways, has_usual_policy, is_left_to_the_program, kept
 from wandistiller.plan.search import Option, Search, Untried
 from wandistiller.sample.conditioning import check_image, image_inputs
 from wandistiller.sample.prediction import predict_sample
@@ -141,7 +141,7 @@ def make_plan(request: PlanRequest) -> Plan:
         fixed_phases=() if "vae_tiling" in for_data else encoding,
         # Of a teacher that is spread, more is on the cards the less of them the student takes. How a picture is decoded changes
         # nothing about the steps before, and 16 bits are both smaller and faster.
-        is_in_order=getattr(job, "strategy", "") not in SPREAD and not isinstance(job, SampleConfig),
+        is_in_order=getattr(job, "strategy", "") not in SPREAD and not isinstance(job, SampleConfig) and has_usual_policy(job),
     )
     ways = sorted(all_ways(job, request.given, hardware), key=lambda way: bool(way.changes))
     if for_data:

@@ -209,7 +209,8 @@ class HostOptimisation:
         for block in self._blocks:
             for kind, flat in block.state.items():
                 tensors |= {f"{kind}.{name}": block.of_member(flat, index) for index, name in enumerate(block.names)}
-        return tensors, {"flags": ON_HOST_FLAGS, "rest": facts, "number": self._number}
+        counts = [block.num_steps for block in self._blocks]
+        return tensors, {"flags": ON_HOST_FLAGS, "rest": facts, "number": self._number, "num_steps": counts}
 
     def like(self, key: str) -> Tensor | None:
         return None
@@ -221,8 +222,9 @@ class HostOptimisation:
         rest = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         self._rest.load_state(rest, facts["rest"])
         self._number = facts["number"]
-        for block in self._blocks:
-            block.num_steps = self._number
+        counts = facts.get("num_steps", [self._number] * len(self._blocks))  # older states do not say
+        for block, count in zip(self._blocks, counts, strict=True):
+            block.num_steps = count
             for kind, flat in block.state.items():
                 for index, name in enumerate(block.names):
                     block.of_member(flat, index).copy_(tensors[f"{kind}.{name}"])
@@ -239,6 +241,7 @@ class HostOptimisation:
     def _forget(self) -> None:
         """Begin a step anew, also after one that broke off."""
         self._norms.clear()
+        self._averaged.clear()
         for block in self._blocks:
             block.gradients, block.num_arrived = {}, 0
         for parameter in self._rest.parameters.values():

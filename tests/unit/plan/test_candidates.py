@@ -72,6 +72,12 @@ def test_what_was_asked_for_is_tried(flags, policy):
     )
 
 
+def test_a_sample_without_pixels_has_no_ways_to_decode():
+    flags = ["sample", "--model", "wan2.1-1.3b", "--prompt", "x"]
+    assert values([*flags, "--output", "a.safetensors"], "vae_dtype") == {"float32"}
+    assert len(values([*flags, "--output", "a.png"], "vae_dtype")) > 1
+
+
 def test_a_vae_that_must_not_be_recomputed_takes_no_policy_away():
     flags = [*TRAIN, "--pixel-loss-weight", "0.1"]
     plain = [*flags, "--no-vae-gradient-checkpointing"]

@@ -273,6 +273,13 @@ def test_a_model_is_spread_over_the_cards_of_a_machine_where_that_is_faster_than
     assert together.estimate.step_seconds < 0.5 * alone.estimate.step_seconds
 
 
+def test_a_policy_that_is_none_of_the_usual_ones_hides_nothing_faster():
+    """All that is kept goes over a slow bus as asked for; recomputing some of it is faster."""
+    size = ["--width", "480", "--height", "288", "--frames", "33", "--lora-rank", "32", "--activations-to-host"]
+    plan = make_plan(parse("plan", [*TRAIN, *size, "--card", "rtx4090", "--ram", "1TiB", "--bus", "6GB/s"]))
+    assert plan.best.changes["activation_policy"] == "selective" and plan.best.seconds < 0.7 * plan.asked.seconds
+
+
 def test_samples_are_compared_from_beginning_to_end():
     """A VAE in 16 bits decodes faster and takes less; that counts beside few steps, and is said, but not chosen."""
     flags = ["sample", "--model", "wan2.1-1.3b", "--output", "a.mp4", "--steps", "1", "--vae-tiling", "--card", "rtx4060"]

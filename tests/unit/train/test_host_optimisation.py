@@ -162,6 +162,28 @@ def test_an_average_follows_as_it_would_by_itself(tiny_size, batches, clip_norm,
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+def test_blocks_that_had_no_gradient_in_some_steps_go_on_to_the_bit():
+    def run(steps, start=0, saved=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block(), nn.Linear(4, 4))
+        stream = stream_blocks(model, list(model[:2]), CPU, train=True)
+        on_host = HostOptimisation(dict(model.named_parameters()), stream, OptimiserOptions(rate=1e-2), "no", CPU)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            on_host.load_state(*saved[1])
+        for step in range(start, steps):
+            torch.manual_seed(100 + step)
+            hidden = model[0](torch.randn(3, 4)) if step % 2 else torch.randn(3, 4)
+            on_host.backward(model[2](model[1](hidden)).square().mean())
+            on_host.step(step)
+        tensors, facts = on_host.state()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return state, ({name: value.clone() for name, value in tensors.items()}, facts)
+
+    straight, again = run(6)[0], run(6, 3, run(3))[0]
+    assert all(torch.equal(value, again[name]) for name, value in straight.items())
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_an_average_of_weights_without_a_gradient_follows_too(clip_norm):
     """Parts of a block, and in some steps whole blocks."""

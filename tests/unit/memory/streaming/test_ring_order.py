@@ -130,13 +130,15 @@ class PackedBlock(Block):
         self.weight = nn.Parameter(torch.full((2, 64), float(index), dtype=torch.bfloat16), requires_grad=False)
 
 
+@pytest.mark.parametrize("resident", [0, 1, 2])
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
-def test_packed_blocks_too(num_slots, monkeypatch):
+def test_packed_blocks_too(num_slots, resident, monkeypatch):
     """Unpacking is computation; it is put into the simulated queue as well."""
     for order in ORDERS:
         device, seen = SimulatedDevice(), []
         model = nn.Sequential(*[PackedBlock(index, device, seen) for index in range(5)])
-        stream = stream_blocks(model, list(model), "cpu", num_slots=num_slots, quantise=True, lane=device)
+        options = {"num_slots": num_slots, "resident": resident, "quantise": True, "lane": device}
+        stream = stream_blocks(model, list(model), "cpu", **options)
         unpack = stream.store.unpack
         monkeypatch.setattr(
             stream.store,

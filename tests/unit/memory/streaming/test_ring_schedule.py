@@ -55,7 +55,7 @@ class Backward(torch.autograd.Function):
         return gradient, None
 
 
-def of_the_engine(num_blocks, num_resident, num_slots, copy, *, trains=False, unpack=None):
+def of_the_engine(num_blocks, num_resident, num_slots, copy, *, trains=False, changes=False, unpack=None):
     """Return what forward and backward of the second step took, with a second for a block of forward and two of backward."""
     device = TimedDevice(copy)
     model = nn.Sequential(*[Block(device) for _ in range(num_blocks)])
@@ -65,6 +65,8 @@ def of_the_engine(num_blocks, num_resident, num_slots, copy, *, trains=False, un
         stream.store.unpack = lambda *args: setattr(device, "now", device.now + unpack)
     for _ in range(2):
         start = device.now
+        if changes:
+            stream.invalidate()  # as an optimiser's step does
         with torch.set_grad_enabled(trains):
             y = model(torch.ones(1, requires_grad=True))
         turned = device.now
@@ -77,11 +79,13 @@ def of_the_engine(num_blocks, num_resident, num_slots, copy, *, trains=False, un
 @pytest.mark.parametrize(
     "shape", [(30, 0, 2), (30, 10, 2), (30, 11, 2), (7, 2, 2), (7, 3, 3), (9, 8, 2), (5, 5, 2), (6, 0, 1), (40, 5, 3)]
 )
-@pytest.mark.parametrize("kind", [{}, {"trains": True}, {"unpack": 0.4}])
+@pytest.mark.parametrize("kind", [{}, {"trains": True}, {"trains": True, "changes": True}, {"unpack": 0.4}])
 def test_the_engine_takes_as_long_as_foreseen(shape, copy, kind):
     num_blocks, num_resident, num_slots = shape
     count = num_blocks - num_resident
-    ring = Ring(num_blocks, num_resident, min(num_slots, max(count, 1)), is_packed="unpack" in kind)
+    ring = Ring(
+        num_blocks, num_resident, min(num_slots, max(count, 1)), is_packed="unpack" in kind, is_trained="changes" in kind
+    )
     backward = 2.0 * num_blocks if "trains" in kind else 0.0
     foreseen = ring_seconds(ring, 1.0 * num_blocks, backward, copy * count, kind.get("unpack", 0.0) * count)
     assert of_the_engine(*shape, copy, **kind) == pytest.approx(foreseen)

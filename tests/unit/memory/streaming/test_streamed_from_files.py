@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from helpers.streaming import LateLane, run
 from torch import nn
 
@@ -45,6 +46,24 @@ def test_blocks_straight_from_the_users_files(tiny_folder, tmp_path, inputs, dty
     assert stream.store.host_bytes == 4 * max(layout.num_bytes for layout in stream.layouts)
     stream.detach()
     assert torch.equal(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("resident", [0, 1, 2])
+def test_what_is_in_a_slot_already_takes_no_buffer_from_what_is_read_ahead(tiny_folder, tmp_path, inputs, resident):
+    """No read is given up for another one, and each block is read once a pass."""
+    torch.manual_seed(0)
+    config = {**dict(load_model(inspect_checkpoint(tiny_folder / "transformer")).config), "num_layers": 12}
+    WanTransformer3DModel.from_config(config).save_pretrained(tmp_path)
+    model, stream = from_files(inspect_checkpoint(tmp_path), resident=resident)
+    begin, reads, forced = stream.store._begin, [], []
+    pieces = stream.store._pieces
+    stream.store._pieces = lambda index, flat: reads.append(index) or pieces(index, flat)
+    stream.store._begin = lambda index, *, must=False: forced.extend([index] * must) or begin(index, must=must)
+    run(model, inputs)
+    reads.clear(), forced.clear()
+    for _ in range(4):
+        run(model, inputs)
+    assert not forced and len(reads) == 4 * (12 - resident)
 
 
 def test_a_file_that_shrinks_while_it_is_streamed_is_named(tiny_folder, tmp_path, inputs):

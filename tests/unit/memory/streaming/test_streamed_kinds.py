@@ -53,13 +53,14 @@ class InPlace(Plain):
         return x.mul_(super().forward(x.clone()))
 
 
+@pytest.mark.parametrize("resident", [0, 1, 2, 4])
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
-@pytest.mark.parametrize("skipped", [(2,), (2, 3), (1, 2, 3), (4, 5)])
-def test_a_block_that_hands_its_input_through_is_no_bodys_turn(num_slots, skipped):
+@pytest.mark.parametrize("skipped", [(2,), (2, 3), (1, 2, 3), (1, 2, 3, 4), (4, 5)])
+def test_a_block_that_hands_its_input_through_is_no_bodys_turn(num_slots, skipped, resident):
     model = Chain(6, Skipping)
     for index in skipped:
         model.blocks[index].is_skipped = True
-    check_gradients(model, num_slots)
+    check_gradients(model, num_slots, resident)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
@@ -67,7 +68,7 @@ def test_an_input_that_a_block_changes_is_its_result(num_slots):
     check_gradients(Chain(5, InPlace), num_slots)
 
 
-def check_gradients(model, num_slots):
+def check_gradients(model, num_slots, resident=0):
     def gradients():
         model.zero_grad()
         model(x).square().sum().backward()
@@ -75,13 +76,14 @@ def check_gradients(model, num_slots):
 
     x = torch.randn(3, 8)
     expected = gradients()
-    stream_blocks(model, list(model.blocks), "cpu", num_slots=num_slots, lane=LateLane())
+    stream_blocks(model, list(model.blocks), "cpu", num_slots=num_slots, resident=resident, lane=LateLane())
     found = gradients()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_results_that_later_blocks_hand_on():
+@pytest.mark.parametrize("resident", [0, 1, 2, 4])
+def test_results_that_later_blocks_hand_on(resident):
     class Two(nn.Module):
         def __init__(self, is_last):
             super().__init__()
@@ -99,7 +101,7 @@ def test_results_that_later_blocks_hand_on():
             return x + text
 
     kinds = iter([False, False, False, True, True, True])
-    check_gradients(Pairs(6, lambda: Two(next(kinds))), 2)
+    check_gradients(Pairs(6, lambda: Two(next(kinds))), 2, resident)
 
 
 def test_second_derivatives_are_refused():
