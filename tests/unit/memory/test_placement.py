@@ -235,6 +235,21 @@ def test_limits_of_some_leave_the_others_what_is_free(monkeypatch):
     assert with_the_rest({1: 5}) == {0: 20, 1: 5, "cpu": 40}
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("disk", None, True),
+        ("offload", None, False),
+        ("custom", '{"": 0, "blocks.1": "disk"}', True),
+        ("custom", '{"": 0}', False),
+    ],
+)
+def test_which_weights_are_read_in_every_step(tmp_path, name, text, expected):
+    file = tmp_path / "map.json"
+    file.write_text(text or "{}")
+    assert device_map.reads_files(name, file if text else None) is expected
+
+
 def test_an_unreadable_device_map(tmp_path):
     (tmp_path / "map.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):

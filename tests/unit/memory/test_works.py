@@ -8,7 +8,7 @@ import torch
 
 from wandistiller.memory.durations import POLICY_LAUNCHES, TRAINED_LAUNCHES, Seconds, step_seconds, updated_on_host
 from wandistiller.memory.encoder_phases import Decoding
-from wandistiller.memory.estimates import PROCESS, Estimate, Item, Phase
+from wandistiller.memory.estimates import HOST_SHARE, PROCESS, Estimate, Item, Phase
 from wandistiller.memory.hardware import described
 from wandistiller.memory.host_adamw import UPDATE_TRAFFIC
 from wandistiller.memory.placement import Subject
@@ -344,6 +344,21 @@ def test_what_auto_will_choose_fits():
         hardware = described(card="rtx4090", gpu=Bytes(memory), host_memory=Bytes(2**36))
         names.append(foreseen_placing(work.student, phase, hardware).name)
     assert names == ["gpu", "offload"]
+
+
+def test_auto_leaves_the_host_what_the_process_itself_takes():
+    """Streamed from the host as long as the verdict is that it fits there with the process, else from the disk."""
+    work = Passes(use=Use(name="student", config=SIZES["wan2.1-1.3b"].transformer, latent_shape=(16, 1, 60, 104)))
+    phase = work.phase(CARD)
+    plenty = described(card="rtx4090", gpu=Bytes(2 * 2**30), host_memory=Bytes(2**36))
+    on_host = foreseen_placing(work.use, phase, plenty).footprint(work.use).page_locked
+    names = []
+    for process in (PROCESS, PROCESS // 2):
+        hardware = replace(plenty, host_memory=Bytes(int((on_host + process) / HOST_SHARE) + 2**20))
+        chosen = foreseen_placing(work.use, phase, hardware)
+        names.append(chosen.name)
+        assert not Estimate(phases=(replace(work, placing=chosen).phase(hardware),)).lacks(hardware)
+    assert names == ["offload", "disk"]
 
 
 @pytest.mark.parametrize(("in_use", "may_run"), [(9, True), (12, False)])

@@ -162,6 +162,24 @@ def test_an_average_follows_as_it_would_by_itself(tiny_size, batches, clip_norm,
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+def test_a_step_that_broke_off_has_taken_in_nothing_for_the_next():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, 4))
+    for block in model[:2]:
+        block.unused = nn.Identity()  # so that a block's gradients are complete in backward
+    stream = stream_blocks(model, list(model[:2]), CPU, train=True)
+    on_host = HostOptimisation(dict(model.named_parameters()), stream, OptimiserOptions(clip_norm=None), "no", CPU)
+    followed = MovingAverage(model, list(on_host.parameters), 0.7)
+    on_host.follow(followed)
+    with pytest.raises(RuntimeError, match="broke off"):
+        on_host.backward(model[2](model[1](Break.apply(model[0](torch.randn(3, 4))))).square().mean())
+    before = followed.tensors()["1.used.weight"].clone()
+    on_host.backward(model[2](model[0](torch.randn(3, 4))).square().mean())
+    on_host.step(0)
+    expected = before.lerp(model.state_dict()["1.used.weight"], followed.weight(1))
+    torch.testing.assert_close(followed.tensors()["1.used.weight"], expected)
+
+
 def test_blocks_that_had_no_gradient_in_some_steps_go_on_to_the_bit():
     def run(steps, start=0, saved=None):
         torch.manual_seed(0)

@@ -5,6 +5,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from helpers.streaming import LateLane, run
 
+from wandistiller.errors import UsageError
 from wandistiller.memory.lanes import ImmediateLane
 from wandistiller.memory.residents import blocks_to_keep, spread_evenly
 from wandistiller.memory.streaming import stream_blocks
@@ -20,6 +21,17 @@ def test_resident_blocks(model, inputs, resident):
     assert len(stream.blocks) == max(5 - resident, 0)
     stream.detach()
     assert torch.equal(run(model, inputs), expected)
+
+
+def test_backward_after_the_end_of_a_stream_is_refused(model, inputs):
+    """Resident blocks come first there, and have nothing to bring any more."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    stream = stream_blocks(model, list(model.blocks), "cpu", resident=4, lane=LateLane())
+    found = model(*inputs, return_dict=False)[0].square().sum()
+    stream.detach()
+    with pytest.raises(UsageError, match="moved or converted"):
+        found.backward()
 
 
 @pytest.mark.parametrize(
