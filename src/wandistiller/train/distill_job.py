@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.memory.device_map import check_device_map, read_device_map
 from wandistiller.models.derive_student import check_coverage, measure_coverage
 from wandistiller.models.expert_pair import inspect_experts
-from wandistiller.models.latents import check_channels
+from wandistiller.models.latents import check_channels, check_positions, latent_shape
 from wandistiller.models.pipeline import Pipeline, find_diffusers_pipeline
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import usual_size
@@ -197,6 +198,8 @@ def _check_size(
             raise UsageError(f"{flag} {pixels} is more than this teacher has positions for.", fix=f"Give at most {longest}.")
     together, temporal = math.lcm(theirs[0], mine[0]), vae["scale_factor_temporal"]
     buckets = plan_buckets(vae, config.width, config.height, config.frames, config.max_aspect, patch)
+    for bucket, model in itertools.product(buckets, (teacher, plan.config)):
+        check_positions(model, latent_shape(vae, bucket.shape))
     if has_data and together > 1 and config.dataset_path is not None:
         assigned = assign_buckets(open_source(config.dataset_path, skip_bad=True).source, buckets)
         buckets = [bucket for bucket in assigned.buckets if bucket is not None]

@@ -344,7 +344,6 @@ class HostOptimisation:
                 values, room = self._store.views(position), torch.empty(PIECE)
                 for parts in block.pieces:
                     self._take_in(average, block, parts, values, room, taken)
-        self._averaged.clear()
 
     def _rate_at(self, number: int) -> float:
         options = self.options

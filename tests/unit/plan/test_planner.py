@@ -333,6 +333,8 @@ def test_what_is_hopeless_is_said_role_by_role(capsys):
         (["plan", "train", "--model", "wan2.1-1.3b", "--max-aspect", "0.5", *MACHINE], "--max-aspect 0.5 is out of range"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--width", "16400", "--height", "64", *MACHINE], "1 by 4 by 1025 patches"),
         (["plan", "sample", "--model", "wan2.1-1.3b", "--frames", "4105", *MACHINE], "1027 by 30 by 52 patches"),
+        (["plan", *DISTILL, "--width", "16400", "--height", "64", *MACHINE], "Give at most 16384"),
+        (["plan", "distill", "--teacher-path", "wan2.1-1.3b", "--frames", "4105", *MACHINE], "it would be 1027 by "),
         (["plan", "sample", "--model", "wan2.1-1.3b", "--width", "830", *MACHINE], "Take --width 832 or 816"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpus", "2"], "Which 2 GPUs there will be is not known"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpus", "0", "--device", "cuda"], "a machine without a GPU"),
