@@ -80,7 +80,7 @@ def _seconds(part: Part, hardware: Hardware, launches: float, extra: int) -> flo
         return sum(_on_cpu(hardware, kernel) * count for kernel, count in part.work.items())
     on_device = sum(_on(card, kernel) * count for kernel, count in part.work.items())
     from_python = part.work.total() - part.num_by_autograd
-    if part.place[0].startswith(BACKWARD) and part.place[1] >= 0:
+    if part.is_backward_of_block:
         from_python += extra
     on_host = (from_python + BACKWARD_LAUNCHES * part.num_by_autograd) * card.launch_seconds * launches
     return max(on_device, on_host)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from wandistiller.memory.allocator_model import AllocatorModel, expandable_segments
-from wandistiller.memory.tape import BACKWARD, UPDATE, Key, Tape
+from wandistiller.memory.tape import BACKWARD, GIVEN, UPDATE, Key, Tape
 from wandistiller.units import Bytes
 
 _NEVER = 2**62
+Made = tuple[int, Key]
+"""A tensor: the number of the step that made it, and its name there."""
+FEATURES = "matched features"
+"""What a step's blocks are compared with."""
 
 
 @dataclass
@@ -34,12 +38,14 @@ class Played:
     """In use at the worst moment, with all that is held."""
     kept: Bytes
     """Made by the step and alive when its backward began."""
-    left: dict[tuple[int, Key], int]
+    left: dict[Made, int]
     """Made by the step and still there at its end: gradients."""
     gradients: Bytes
     """These, and those that updates on the way have used up."""
     at_peak: dict[str, Bytes]
-    """What the step had made that was there at the worst moment, by kind."""
+    """What the step had made, or was given, that was there at the worst moment, by kind."""
+    results: Sequence[Made] = ()
+    """What was kept of blocks' results, in their order, for another step."""
 
 
 class Scene:
@@ -77,16 +83,27 @@ class Scene:
         for key in self._held.pop((role, kind), []):
             self._allocator.free(key)
 
-    def play(self, tape: Tape, num_blocks: Mapping[str, int]) -> Played:
-        """Do what a step does; what it leaves is still there afterwards, until ``drop``."""
-        allocator, lives = self._allocator, dict[tuple[int, Key], _Life]()
+    def play(
+        self, tape: Tape, num_blocks: Mapping[str, int], *, keeps: Collection[int] = (), given: Sequence[Made] = ()
+    ) -> Played:
+        """Do what a step does; what it leaves is still there afterwards, until ``drop``.
+
+        ``keeps`` are blocks whose results another step is given; ``given`` is what one before has kept for this one, which lets
+        it go.
+        """
+        allocator, lives = self._allocator, dict[Made, _Life]()
         self._num_plays += 1
-        before = peak = allocator.peak_allocated = allocator.allocated
+        before = allocator.allocated - sum(allocator.size(key) for key in dict.fromkeys(given))
+        peak = allocator.peak_allocated = allocator.allocated
+        aliases, results = dict[Made, Made](), dict[Made, None]()
         kept, backward = 0, _NEVER
         moment = worst = 0
         for part, name_of in tape.played(num_blocks):
             if backward == _NEVER and part.place[0].startswith(BACKWARD):
                 kept, backward = allocator.allocated - before, moment
+            if part.result is not None:
+                found = [name for name in name_of(part.result) if name[0][1] in keeps]
+                results |= dict.fromkeys((self._num_plays, name) for name in found)
             for own_key, num_bytes in part.events:
                 for name in name_of(own_key):
                     key = (self._num_plays, name)  # what an earlier step has left is called the same
@@ -94,20 +111,24 @@ class Scene:
                     if num_bytes >= 0:
                         assert key not in lives, f"{key} is made twice"
                         lives[key] = _Life(num_bytes, moment)
+                        if given and part.place[0].startswith(GIVEN):
+                            aliases[key] = given[name[0][1]]
+                            continue
                         allocator.allocate(key, num_bytes)
                         if allocator.peak_allocated > peak:
                             peak, worst = allocator.peak_allocated, moment
-                    else:
+                    elif key not in results:
                         lives[key].end, lives[key].is_used_up = moment, part.place[0].startswith(UPDATE)
-                        allocator.free(key)
-        left = {key: life.num_bytes for key, life in lives.items() if life.end == _NEVER}
+                        allocator.free(aliases.get(key, key))
+        left = {key: life.num_bytes for key, life in lives.items() if life.end == _NEVER and key not in results}
         gradients = sum(left.values()) + sum(life.num_bytes for life in lives.values() if life.is_used_up)
-        return Played(Bytes(peak), Bytes(kept), left, Bytes(gradients), _kinds(lives.values(), worst, backward, peak - before))
+        kinds = _kinds(lives, worst, backward, peak - before)
+        return Played(Bytes(peak), Bytes(kept), left, Bytes(gradients), kinds, tuple(results))
 
     def exchange(self, played: Played, role: str, kind: str, sizes: Iterable[int]) -> Played:
         """Hold tensors that take the place, one by one, of what a step left and is half as large: its gradients in 16 bits."""
         left = dict(played.left)
-        of_size: dict[int, list[tuple[int, Key]]] = {}
+        of_size: dict[int, list[Made]] = {}
         for key, num_bytes in left.items():
             of_size.setdefault(num_bytes, []).append(key)
         for size in sizes:
@@ -123,13 +144,15 @@ class Scene:
             self._allocator.free(key)
 
 
-def _kinds(lives: Iterable[_Life], moment: int, backward: int, total: int) -> dict[str, Bytes]:
+def _kinds(lives: Mapping[Made, _Life], moment: int, backward: int, total: int) -> dict[str, Bytes]:
     """Sort what was there at a moment: gradients stay until an update, what is kept was there before, the rest passes."""
-    gradients = kept = 0
-    for life in lives:
+    gradients = kept = given = 0
+    for (_, ((part, _), _)), life in lives.items():
         if life.is_there(moment):
             is_left = (life.end == _NEVER or life.is_used_up) and backward != _NEVER
             gradients += life.num_bytes if is_left else 0
             kept += life.num_bytes if not is_left and backward != _NEVER and life.is_there(backward) else 0
-    sizes = {"gradients": gradients, "kept activations": kept, "working memory": total - gradients - kept}
+            given += life.num_bytes if part.startswith(GIVEN) else 0
+    rest = total - gradients - kept - given
+    sizes = {"gradients": gradients, "kept activations": kept, FEATURES: given, "working memory": rest}
     return {kind: Bytes(size) for kind, size in sizes.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from wandistiller.memory.estimates import Item, Phase, Where
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.placement import Footprint, StreamPlan, Subject
-from wandistiller.memory.scene import Played, Scene
+from wandistiller.memory.scene import Made, Played, Scene
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.tape import Tape
 from wandistiller.memory.uses import Use
@@ -26,8 +26,9 @@ from wandistiller.units import Bytes
 
 _CUDA = torch.device("cuda")
 _IN_A_FILE = Entry("", torch.uint8, (), Path(), 0)
-Moment = dict[tuple[str, str], Bytes]
+Moment = Mapping[tuple[str, str], Bytes]
 """What is on the device at one time, by role and kind."""
+NOTHING: Moment = MappingProxyType({})
 HOST_STATE = 12
 """Bytes a weight that an optimiser in host memory keeps: a float32 copy and two moments."""
 
@@ -115,6 +116,11 @@ def _stream_plan(model: nn.Module, resident: int, eight_bit: bool, trains: bool)
     return StreamPlan(_subject_of(model), 2, resident, eight_bit, train=trains)
 
 
+def left_by(use: Use, before: Played | None) -> Moment:
+    """Return what a step has left, if there was one, for another's to be added to."""
+    return {} if before is None else {(use.name, "added gradients"): Bytes(sum(before.left.values()))}
+
+
 class Stage:
     """A phase being worked out."""
 
@@ -200,23 +206,30 @@ class Stage:
         if size:
             self._items.append(Item(role, kind, where, Bytes(size), is_shared=is_shared))
 
-    def play(self, use: Use) -> Played:
-        """Take a step."""
-        return self.play_tape(use.name, use.placed_tape, use.repeats)
+    def play(self, use: Use, there: Moment = NOTHING, *, keeps: Collection[int] = (), given: Sequence[Made] = ()) -> Played:
+        """Take a step; ``there`` is what others have left, and the rest as in ``Scene.play``."""
+        return self._play(use.name, use.placed_tape, use.repeats, there, keeps, given)
 
     def play_tape(self, role: str, tape: Tape, repeats: Mapping[str, int] = MappingProxyType({})) -> Played:
         """Take a step that is on tape."""
-        return self._play(role, tape, repeats, {})
+        return self._play(role, tape, repeats, NOTHING)
 
-    def play_again(self, use: Use, before: Played) -> Played:
+    def play_again(self, use: Use, before: Played, *, given: Sequence[Made] = ()) -> Played:
         """Take a step whose gradients are added to what one before it has left."""
-        there: Moment = {(use.name, "added gradients"): Bytes(sum(before.left.values()))}
         tape = use.placed_tape if use.placed_tape is not use.tape else use.tape.with_added_gradients()
-        return self._play(use.name, tape, use.repeats, there)
+        return self._play(use.name, tape, use.repeats, left_by(use, before), given=given)
 
-    def _play(self, role: str, tape: Tape, repeats: Mapping[str, int], there: Moment) -> Played:
-        held = self.scene.held | there
-        played = self.scene.play(tape, repeats)
+    def _play(
+        self,
+        role: str,
+        tape: Tape,
+        repeats: Mapping[str, int],
+        there: Moment,
+        keeps: Collection[int] = (),
+        given: Sequence[Made] = (),
+    ) -> Played:
+        held = self.scene.held | dict(there)
+        played = self.scene.play(tape, repeats, keeps=keeps, given=given)
         self._passing = max(self._passing, played.peak)
         self._moments.append({**held, **{(role, kind): size for kind, size in played.at_peak.items()}})
         # What was kept may have been used up at the worst moment, and gradients be there instead.

@@ -23,12 +23,16 @@ NUM_BLOCKS = 7
 """Blocks to write down: four at the beginning and two at the end, which are special or deal with one that is, and one that is
 like all others."""
 _MIDDLE = {False: 4, True: 2}
-"""The one that stands for those in the middle, in forward and in backward, where the last block comes first. What is sent to
-the host is gone three blocks later, so the fourth still deals with the first."""
+"""The one that stands for those in the middle, where the first block comes first, as in forward, and where the last does. What
+is sent to the host is gone three blocks later, so the fourth still deals with the first."""
 _NEAR = 3
 """How far apart blocks have to do with each other as neighbours; further away they mean a certain one."""
 BACKWARD = "backward of "
 UPDATE = "update of "
+GIVEN = "given to "
+"""What each block is compared with."""
+COMPARED = "comparison with "
+"""Of each block with that, the last block first, so that in backward it is last."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,13 @@ class Part:
     num_by_autograd: int = 0
     """Kernels that no Python asked for: of backward, without what it computes again."""
     num_made: int = 0
+    result: Key | None = None
+    """What a block gave."""
+
+    @property
+    def is_backward_of_block(self) -> bool:
+        name, block = self.place
+        return block >= 0 and name.startswith(BACKWARD) and COMPARED not in name
 
     def make(self, num_bytes: int) -> Key:
         """Write down a new tensor."""
@@ -85,14 +96,14 @@ class Tape:
         """
         for part in self.parts:
             name, block = part.place
-            model = name.removeprefix(BACKWARD)
+            model = _model(name)
             if model not in num_blocks or block < 0:
                 yield part, _translation(0, part.place, num_blocks)
                 continue
             extra = num_blocks[model] - NUM_BLOCKS
-            middle = _MIDDLE[name.startswith(BACKWARD)]
+            middle = _MIDDLE[_begins_at_end(name)]
             if block == middle:
-                shifts = range(extra, -1, -1) if name.startswith(BACKWARD) else range(extra + 1)
+                shifts = range(extra, -1, -1) if _begins_at_end(name) else range(extra + 1)
             else:
                 shifts = range(extra, extra + 1) if block > middle else range(1)
             for shift in shifts:
@@ -141,19 +152,31 @@ class Tape:
         return total
 
 
+def _model(name: str) -> str:
+    """Return whose blocks parts of this name belong to."""
+    for prefix in (BACKWARD, GIVEN, COMPARED):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _begins_at_end(name: str) -> bool:
+    """Say whether parts of this name begin with the last block."""
+    return name.startswith(BACKWARD) != (COMPARED in name)
+
+
 def _translation(shift: int, place: Place, num_blocks: Mapping[str, int]) -> Translate:
     """Return how a part that is played ``shift`` blocks later names its tensors and others'."""
-    model, current = place[0].removeprefix(BACKWARD), place[1]
+    model, current = _model(place[0]), place[1]
 
     def translate(key: Key) -> list[Key]:
         (name, block), number = key
-        owner = name.removeprefix(BACKWARD)
+        owner = _model(name)
         if block < 0 or owner not in num_blocks:
             return [key]
         if owner == model and current >= 0 and abs(block - current) <= _NEAR:
             return [((name, block + shift), number)]
         # Named far away, or where no block is: what the one in the middle stands for is meant too.
-        extra, middle = num_blocks[owner] - NUM_BLOCKS, _MIDDLE[name.startswith(BACKWARD)]
+        extra, middle = num_blocks[owner] - NUM_BLOCKS, _MIDDLE[_begins_at_end(name)]
         shifts = range(extra + 1) if block == middle else (extra,) if block > middle else (0,)
         return [((name, block + each), number) for each in shifts]
 

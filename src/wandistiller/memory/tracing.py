@@ -100,6 +100,10 @@ class Recorder(TorchDispatchMode):
         with self.elsewhere():
             return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def key(self, tensor: Tensor) -> Key | None:
+        """Return a tensor's name on the tape, if it is the step's."""
+        return self._keys.get(tensor.untyped_storage()._cdata)
+
     def _note(self, tensor: Tensor) -> bool:
         """Write down a tensor, once for all that share its memory; say whether it is new."""
         storage = tensor.untyped_storage()
@@ -127,7 +131,7 @@ class Recorder(TorchDispatchMode):
     def _note_sum(self, addend: Tensor, total: Tensor) -> None:
         if addend._is_view():  # autograd leaves it alone, as the tensor that it is a view of is still there
             return
-        old, new = (self._keys.get(each.untyped_storage()._cdata) for each in (addend, total))
+        old, new = self.key(addend), self.key(total)
         if old is not None and new is not None and addend.untyped_storage().nbytes() == total.untyped_storage().nbytes():
             self._sum = new, old
 
@@ -212,8 +216,9 @@ def mark_blocks(recorder: Recorder, name: str, blocks: list[nn.Module]) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return
             found = output if isinstance(output, Tensor) else output[0]
+            recorder.tape.parts[-1].result = recorder.key(found)
             if found.requires_grad:
-                found.register_hook(lambda gradient: recorder.begin((BACKWARD + name, index)))
+                mark_backward(recorder, found, (BACKWARD + name, index))
             if index == len(blocks) - 1:
                 recorder.begin((f"end of {name}", -1))
 
@@ -222,6 +227,11 @@ def mark_blocks(recorder: Recorder, name: str, blocks: list[nn.Module]) -> None:
 
     for index, block in enumerate(blocks):
         hook(index, block)
+
+
+def mark_backward(recorder: Recorder, result: Tensor, place: Place) -> None:
+    """Let a part of the tape begin where the gradient of a result is there."""
+    result.register_hook(lambda gradient: recorder.begin(place))
 
 
 def materialise(recorder: Recorder, model: nn.Module) -> nn.Module:

@@ -15,12 +15,14 @@ from wandistiller.flow.path import NUM_TIMESTEPS, data_from_velocity, interpolat
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.kept import HostKeeper
 from wandistiller.memory.layout import lay_out, named_tensors, travelling
-from wandistiller.memory.tape import BACKWARD, NUM_BLOCKS, Tape
-from wandistiller.memory.tracing import Recorder, mark_blocks, materialise, recording
+from wandistiller.memory.tape import BACKWARD, COMPARED, GIVEN, NUM_BLOCKS, Tape
+from wandistiller.memory.tracing import Recorder, mark_backward, mark_blocks, materialise, recording
 from wandistiller.memory.vae_checkpointing import checkpoint_vae
 from wandistiller.models.devices import CAST_LAYERS
+from wandistiller.models.features import feature_error, tapped
 from wandistiller.models.latents import denormalise
 from wandistiller.models.stored import TRANSFORMER, VAE, build_empty
+from wandistiller.units import Bytes
 
 _CPU = torch.device("cpu")
 Trains = Literal["nothing", "adapters", "everything"]
@@ -75,6 +77,14 @@ class PixelDecoder:
         return ((decode(data) - target).abs() * (1 - sigma).view(-1, 1, 1, 1, 1)).mean()
 
 
+@dataclass(frozen=True)
+class Features:
+    """What each block of a student is compared with: what a block of its teacher gave for the same tokens."""
+
+    width: int
+    dtype: torch.dtype
+
+
 _tapes: dict[Hashable, Tape] = {}
 _models: dict[Hashable, nn.Module] = {}
 
@@ -112,6 +122,8 @@ class Use:
     """Whether blocks visit the device, so that gradients of trained ones leave it at once."""
     pixels: PixelDecoder | None = None
     """What the student's answer is looked at through, where pixels count too."""
+    features: Features | None = None
+    """What its blocks are compared with, where they learn what blocks of a teacher give."""
 
     @cached_property
     def model(self) -> nn.Module:
@@ -141,6 +153,12 @@ class Use:
     def trained(self) -> list[nn.Parameter]:
         """What an optimiser changes."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def given_bytes(self) -> Bytes:
+        """What all blocks are compared with."""
+        width = 0 if self.features is None else self.features.width * self.features.dtype.itemsize
+        return Bytes(self.num_blocks * self.batch_size * self.num_tokens * width)
 
     @property
     def block_bytes(self) -> list[int]:
@@ -219,14 +237,43 @@ class Use:
         casts = nullcontext() if self.precision == "no" else torch.autocast("cpu", dtype=_SHORT[self.precision])
         with torch.set_grad_enabled(is_trained), casts:
             noisy = interpolate(latents, noise, sigma) if is_trained else latents
-            velocity = self.call(model, noisy, sigma, text)
+            given = self._given(recorder)
+            with tapped(model, range(len(given))) as found:
+                velocity = self.call(model, noisy, sigma, text)
             loss = (velocity - (noise - latents)).square().flatten(1).mean(1).mean() if is_trained else None
             if loss is not None and vae is not None and self.pixels is not None:
                 loss = loss + self.pixels.loss(vae, data_from_velocity(noisy, velocity, sigma), latents, sigma)
                 recorder.begin((BACKWARD + "vae", -1))
+            if loss is not None and found:
+                loss = loss + self._feature_loss(recorder, found, given)
             del velocity, noisy
         if loss is not None:
             loss.backward()
+
+    def _given(self, recorder: Recorder) -> list[Tensor]:
+        """Return what the blocks are compared with: it is there when the step begins, and the step's to let go."""
+        given = list[Tensor]()
+        if self.features is not None:
+            shape = (self.batch_size, self.num_tokens, self.features.width)
+            for index in range(min(self.num_blocks, NUM_BLOCKS)):
+                recorder.begin((GIVEN + self.name, index))
+                given.append(torch.empty(shape, dtype=self.features.dtype))
+            recorder.begin((f"start of {self.name}", -1))
+        return given
+
+    def _feature_loss(self, recorder: Recorder, found: list[Tensor], given: list[Tensor]) -> Tensor:
+        """Compare blocks as a distillation does, from the last on; what has been compared is let go."""
+        assert self.features is not None
+        with recorder.elsewhere():
+            channels = None if self.features.width == self.width else torch.arange(self.width)
+        errors = list[Tensor]()
+        while found:
+            index = len(found) - 1
+            recorder.begin((COMPARED + self.name, index))
+            errors.append(feature_error(found.pop(), given.pop(), channels))
+            mark_backward(recorder, errors[-1], (BACKWARD + COMPARED + self.name, index))
+        recorder.begin((f"end of {COMPARED}{self.name}", -1))
+        return torch.stack(errors).mean()
 
     def call(self, model: nn.Module, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         """Return the velocity in float32."""

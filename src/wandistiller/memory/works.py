@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -17,9 +19,10 @@ from wandistiller.memory.host_adamw import UPDATE_TRAFFIC
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.placed_durations import forward_seconds, gathered_seconds, placed_seconds
 from wandistiller.memory.placement import Subject
-from wandistiller.memory.scene import Scene
-from wandistiller.memory.stage import HOST_STATE, Placing, Stage
-from wandistiller.memory.uses import Use
+from wandistiller.memory.scene import FEATURES, Made, Scene
+from wandistiller.memory.stage import HOST_STATE, NOTHING, Moment, Placing, Stage, left_by
+from wandistiller.memory.uses import Features, Use
+from wandistiller.models.features import matched_blocks
 from wandistiller.units import Bytes
 
 _UPDATE_TRAFFIC = 28
@@ -87,7 +90,7 @@ class Training:
     teacher_placing: Placing = field(default_factory=Placing)
     teacher_passes: int = 1
     matches_features: bool = False
-    """Whether the student's blocks learn what blocks of the teacher give."""
+    """Whether each block of the student learns what a block of the teacher gives."""
     teacher_slices: int = 1
     """Ranks that have the teacher between them, each a slice of it."""
     teacher_rests: bool = False
@@ -107,7 +110,7 @@ class Training:
         stage = Stage(name, hardware)
         slices = self.slices(hardware)
         # A slice's rank has a block's gradients whole until they are added up and cut, like one that sends them to the host.
-        student = self.student.changed(is_streamed=self.placing.is_streamed or self.is_sliced)
+        student = self._compared.changed(is_streamed=self.placing.is_streamed or self.is_sliced)
         computed = student.changed(comes_cast=True) if self.is_sliced and student.precision == "bf16" else student
         if self.is_sliced:
             stage.place_slices(student, slices)
@@ -141,24 +144,21 @@ class Training:
         if student.to_host:
             stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
         for step in range(2):
-            if self.teacher is not None and not self.teacher_placing.computes_on_host(self.teacher, hardware):
-                for _ in range(self.teacher_passes):
-                    scene.drop(stage.play(self.teacher))
-            scene.hold(student.name, "matched features", self._feature_bytes)
-            played = None if self.is_recorded else stage.play(computed)
+            given = self._ask(stage, hardware)
+            played = None if self.is_recorded else stage.play(computed, given=given)
             if played is not None and self.accumulation > 1:
-                scene.drop(stage.play_again(computed, played))
-            scene.let_go(student.name, "matched features")
+                given = self._ask(stage, hardware, left_by(student, played))
+                scene.drop(stage.play_again(computed, played, given=given))
             if played is not None and not self.is_sliced:
                 played = scene.exchange(played, student.name, "update", self.optimiser.masters(stepped))
             else:
                 scene.hold(student.name, "update", _cut(self.optimiser.masters(stepped), slices))
+            if step == 0:  # while the first gradients are there
+                scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
             scene.hold(student.name, "update", _cut(self.optimiser.scratch(stepped), slices))
             stage.note(student.name, played)
             if played is not None:
                 scene.drop(played)
-            if step == 0:
-                scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
             scene.let_go(student.name, "update")
             if (
                 self.recordings > 1 and trial
@@ -170,6 +170,19 @@ class Training:
         exchange = self.exchange_seconds(hardware) + self._num_passes * self._teacher_exchange(hardware)
         waits = seconds - self.seconds(hardware, waits=False) if exchange else 0.0
         return replace(stage.finished(seconds, num_steps), exchange=exchange, waits=waits, work=self)
+
+    def _ask(self, stage: Stage, hardware: Hardware, there: Moment = NOTHING) -> Sequence[Made]:
+        """Ask the teacher about a batch, beside what one before it has left; return what the student is compared with."""
+        given: Sequence[Made] = ()
+        if self.teacher is None or self.teacher_placing.computes_on_host(self.teacher, hardware):
+            return given
+        keeps = matched_blocks(self.student.num_blocks, self.teacher.num_blocks) if self.matches_features else ()
+        for _ in range(self.teacher_passes):
+            played = stage.play(self.teacher, there, keeps=() if given else keeps)
+            stage.scene.drop(played)
+            if played.results:
+                given, there = played.results, {**there, (self.student.name, FEATURES): self._compared.given_bytes}
+        return given
 
     def _record(self, stage: Stage, hardware: Hardware) -> int:
         """Hold what a recorded step keeps: gradients that stay where they are, and memory of its own for all that it makes,
@@ -217,7 +230,7 @@ class Training:
 
     def seconds(self, hardware: Hardware, *, waits: bool = True) -> float:
         """Return the time of a step; ``waits`` says whether for what ranks send each other, too."""
-        student = self.student
+        student = self._compared
         seconds = step_seconds(
             student.tape,
             student.repeats,
@@ -297,24 +310,12 @@ class Training:
         passed = 2 * weights * self.accumulation + gradients if self.parallel == "fsdp" else 2 * gradients
         return passed * (ranks - 1) / ranks / between
 
-    @property
-    def _feature_bytes(self) -> list[int]:
-        """Return what matching blocks takes at most: what teacher and student gave, or then all differences in float32.
-
-        What a student's block gave is there anyway where the next block keeps it as it is.
-        """
+    @cached_property
+    def _compared(self) -> Use:
+        """The student as it is trained: where its blocks learn from the teacher's, with what they are compared with."""
         if not self.matches_features or self.teacher is None:
-            return []
-        student, teacher = self.student, self.teacher
-        values = student.batch_size * student.num_tokens * student.width
-        theirs = teacher.batch_size * teacher.num_tokens * teacher.width * teacher.dtype.itemsize
-        width = 2 if student.precision != "no" else student.dtype.itemsize
-        is_kept = not student.to_host and (student.policy != "none" or width == 4)
-        before = student.num_blocks * (theirs + (0 if is_kept else width * values))
-        # The last one's are being compared: what is wanted, that on the student's channels in float32, and a square.
-        is_as_wanted = teacher.width == student.width and teacher.dtype == torch.float32
-        after = student.num_blocks * 4 * values + theirs + (1 if is_as_wanted else 2) * 4 * values
-        return [max(before, after)]
+            return self.student
+        return self.student.changed(features=Features(self.teacher.width, self.teacher.dtype))
 
     @property
     def is_on_host(self) -> bool:

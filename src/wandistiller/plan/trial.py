@@ -36,6 +36,7 @@ from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.devices import free_memory
+from wandistiller.models.features import matched_blocks, tapped
 from wandistiller.models.latents import denormalise
 from wandistiller.models.random_weights import RandomWeights, write_weights
 from wandistiller.models.stored import VAE, build_empty
@@ -47,7 +48,7 @@ from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives
 from wandistiller.train.methods.finetune import FlowMatching, PixelLoss
 from wandistiller.train.optimisation import Optimisation, OptimiserOptions, Optimises, autocast
-from wandistiller.train.teacher import Answer, tapped
+from wandistiller.train.teacher import Answer
 from wandistiller.train.vae_prediction import VaeStep
 from wandistiller.units import Bytes
 
@@ -187,7 +188,7 @@ def _method(work: Training, role: Role, device: torch.device, ends: Ends) -> Flo
     guidance = float(work.teacher_passes == 2)
     objectives = Objectives(output=1.0 - guidance, guidance=guidance, feature=float(work.matches_features))
     channels = None if student.width == teacher.width else torch.arange(student.width, device=device)
-    blocks = [round(index * (teacher.num_blocks - 1) / max(student.num_blocks - 1, 1)) for index in range(student.num_blocks)]
+    blocks = matched_blocks(student.num_blocks, teacher.num_blocks)
     return Distillation(
         role,
         _OneTeacher(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from wandistiller.flow.path import NUM_TIMESTEPS
 from wandistiller.memory.experts import Experts
 from wandistiller.memory.out_of_memory import working_with
 from wandistiller.models.devices import DTYPES
+from wandistiller.models.features import tapped
 from wandistiller.models.latents import num_tokens
 
 
@@ -119,23 +119,6 @@ class Teacher:
             return_dict=False,
         )[0]
         return velocity.to(self._device, torch.float32)
-
-
-@contextmanager
-def tapped(model: nn.Module, blocks: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Collect what some of a model's blocks give while the block runs, in their order."""
-    found: list[Tensor] = []
-    layers = model.get_submodule("blocks")
-
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
-
-    hooks = [layers[index].register_forward_hook(note) for index in blocks]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class TeacherInStep:

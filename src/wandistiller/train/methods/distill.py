@@ -20,9 +20,10 @@ from wandistiller.flow.path import (
 )
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.models.channel_adapter import ChannelAdapter
+from wandistiller.models.features import feature_error, tapped
 from wandistiller.models.text_padding import TEXT_TOKENS, cut_text
 from wandistiller.train.method import Losses, Role, Turn
-from wandistiller.train.teacher import Teaches, tapped
+from wandistiller.train.teacher import Teaches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,7 @@ class Distillation:
             velocity = self._call(noisy, sigma, text)
         metrics = {name: (velocity - target).square().mean() for name, target in targets.items() if getattr(weights, name)}
         if self._matched is not None:
-            metrics["feature"] = self._feature_loss(found, features, self._matched)
+            metrics["feature"] = _feature_loss(found, features, self._matched)
         total = torch.stack([getattr(weights, name) * value for name, value in metrics.items()]).sum()
         named = {f"{name}_loss": value.detach() for name, value in metrics.items()}
         reference = next(iter(targets.values()))
@@ -186,21 +187,17 @@ class Distillation:
         )[0]
         return velocity.float()
 
-    @staticmethod
-    def _feature_loss(found: list[Tensor], wanted: list[Tensor], matched: MatchedBlocks) -> Tensor:
-        """Return the mean over blocks and samples of the squared error, each relative to the square of what is wanted.
 
-        By sample, so that it does not depend on who else is in the batch. Both lists are used up: what has been compared is
-        not needed any more, and large.
-        """
-        assert len(found) == len(wanted)
-        losses = []
-        while found:
-            mine, theirs = found.pop(), wanted.pop()
-            target = (theirs if matched.channels is None else theirs[..., matched.channels.to(theirs.device)]).float()
-            errors, sizes = (each.square().flatten(1).mean(1) for each in (mine.float() - target, target))
-            losses.append((errors / sizes.clamp_min(1e-8)).mean())
-        return torch.stack(losses).mean()
+def _feature_loss(found: list[Tensor], wanted: list[Tensor], matched: MatchedBlocks) -> Tensor:
+    """Return the mean over blocks of how far they are from those that they follow.
+
+    Both lists are used up: what has been compared is not needed any more, and large.
+    """
+    assert len(found) == len(wanted)
+    errors = []
+    while found:
+        errors.append(feature_error(found.pop(), wanted.pop(), matched.channels))
+    return torch.stack(errors).mean()
 
 
 @torch.no_grad()
