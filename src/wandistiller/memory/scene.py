@@ -93,7 +93,7 @@ class Scene:
         """
         allocator, lives = self._allocator, dict[Made, _Life]()
         self._num_plays += 1
-        before = allocator.allocated - sum(allocator.size(key) for key in dict.fromkeys(given))
+        before = allocator.allocated - self.size(dict.fromkeys(given))
         peak = allocator.peak_allocated = allocator.allocated
         aliases, results = dict[Made, Made](), dict[Made, None]()
         kept, backward = 0, _NEVER
@@ -122,7 +122,8 @@ class Scene:
                         allocator.free(aliases.get(key, key))
         left = {key: life.num_bytes for key, life in lives.items() if life.end == _NEVER and key not in results}
         gradients = sum(left.values()) + sum(life.num_bytes for life in lives.values() if life.is_used_up)
-        kinds = _kinds(lives, worst, backward, peak - before)
+        compared = {*results, *aliases}
+        kinds = _kinds(lives, worst, backward, peak - before, compared)
         return Played(Bytes(peak), Bytes(kept), left, Bytes(gradients), kinds, tuple(results))
 
     def exchange(self, played: Played, role: str, kind: str, sizes: Iterable[int]) -> Played:
@@ -138,21 +139,28 @@ class Scene:
                 del left[keys.pop()]
         return replace(played, left=left)
 
+    def size(self, tensors: Iterable[Made]) -> Bytes:
+        """Return what tensors of earlier steps take."""
+        return Bytes(sum(self._allocator.size(key) for key in tensors))
+
     def drop(self, played: Played) -> None:
         """Let go of what a step left."""
         for key in played.left:
             self._allocator.free(key)
 
 
-def _kinds(lives: Mapping[Made, _Life], moment: int, backward: int, total: int) -> dict[str, Bytes]:
+def _kinds(lives: Mapping[Made, _Life], moment: int, backward: int, total: int, compared: Collection[Made]) -> dict[str, Bytes]:
     """Sort what was there at a moment: gradients stay until an update, what is kept was there before, the rest passes."""
-    gradients = kept = given = 0
-    for (_, ((part, _), _)), life in lives.items():
-        if life.is_there(moment):
+    gradients = kept = features = 0
+    for key, life in lives.items():
+        if not life.is_there(moment):
+            continue
+        if key in compared:
+            features += life.num_bytes
+        else:
             is_left = (life.end == _NEVER or life.is_used_up) and backward != _NEVER
             gradients += life.num_bytes if is_left else 0
             kept += life.num_bytes if not is_left and backward != _NEVER and life.is_there(backward) else 0
-            given += life.num_bytes if part.startswith(GIVEN) else 0
-    rest = total - gradients - kept - given
-    sizes = {"gradients": gradients, "kept activations": kept, FEATURES: given, "working memory": rest}
+    rest = total - gradients - kept - features
+    sizes = {"gradients": gradients, "kept activations": kept, FEATURES: features, "working memory": rest}
     return {kind: Bytes(size) for kind, size in sizes.items()}

@@ -17,7 +17,7 @@ from wandistiller.memory.estimates import Item, Phase, Where
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.placement import Footprint, StreamPlan, Subject
-from wandistiller.memory.scene import Made, Played, Scene
+from wandistiller.memory.scene import FEATURES, Made, Played, Scene
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.tape import Tape
 from wandistiller.memory.uses import Use
@@ -233,7 +233,10 @@ class Stage:
         self._passing = max(self._passing, played.peak)
         self._moments.append({**held, **{(role, kind): size for kind, size in played.at_peak.items()}})
         # What was kept may have been used up at the worst moment, and gradients be there instead.
-        self._apart.append({(role, "kept activations"): played.kept, (role, "gradients"): played.gradients})
+        features = self.scene.size(played.results)
+        self._apart.append(
+            {(role, "kept activations"): played.kept, (role, "gradients"): played.gradients, (role, FEATURES): features}
+        )
         return played
 
     def note(self, role: str = "", played: Played | None = None) -> None:

@@ -23,16 +23,16 @@ NUM_BLOCKS = 7
 """Blocks to write down: four at the beginning and two at the end, which are special or deal with one that is, and one that is
 like all others."""
 _MIDDLE = {False: 4, True: 2}
-"""The one that stands for those in the middle, where the first block comes first, as in forward, and where the last does. What
-is sent to the host is gone three blocks later, so the fourth still deals with the first."""
+"""The one that stands for those in the middle, in forward and in backward, where the last block comes first. What is sent to
+the host is gone three blocks later, so the fourth still deals with the first."""
 _NEAR = 3
 """How far apart blocks have to do with each other as neighbours; further away they mean a certain one."""
 BACKWARD = "backward of "
 UPDATE = "update of "
 GIVEN = "given to "
 """What each block is compared with."""
-COMPARED = "comparison with "
-"""Of each block with that, the last block first, so that in backward it is last."""
+COMPARED = "comparison of "
+"""With that."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Tape:
                 yield part, _translation(0, part.place, num_blocks)
                 continue
             extra = num_blocks[model] - NUM_BLOCKS
-            middle = _MIDDLE[_begins_at_end(name)]
+            middle = _MIDDLE[name.startswith(BACKWARD)]
             if block == middle:
-                shifts = range(extra, -1, -1) if _begins_at_end(name) else range(extra + 1)
+                shifts = range(extra, -1, -1) if name.startswith(BACKWARD) else range(extra + 1)
             else:
                 shifts = range(extra, extra + 1) if block > middle else range(1)
             for shift in shifts:
@@ -159,11 +159,6 @@ def _model(name: str) -> str:
     return name
 
 
-def _begins_at_end(name: str) -> bool:
-    """Say whether parts of this name begin with the last block."""
-    return name.startswith(BACKWARD) != (COMPARED in name)
-
-
 def _translation(shift: int, place: Place, num_blocks: Mapping[str, int]) -> Translate:
     """Return how a part that is played ``shift`` blocks later names its tensors and others'."""
     model, current = _model(place[0]), place[1]
@@ -176,7 +171,7 @@ def _translation(shift: int, place: Place, num_blocks: Mapping[str, int]) -> Tra
         if owner == model and current >= 0 and abs(block - current) <= _NEAR:
             return [((name, block + shift), number)]
         # Named far away, or where no block is: what the one in the middle stands for is meant too.
-        extra, middle = num_blocks[owner] - NUM_BLOCKS, _MIDDLE[_begins_at_end(name)]
+        extra, middle = num_blocks[owner] - NUM_BLOCKS, _MIDDLE[name.startswith(BACKWARD)]
         shifts = range(extra + 1) if block == middle else (extra,) if block > middle else (0,)
         return [((name, block + each), number) for each in shifts]
 

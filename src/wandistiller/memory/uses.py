@@ -22,7 +22,6 @@ from wandistiller.models.devices import CAST_LAYERS
 from wandistiller.models.features import feature_error, tapped
 from wandistiller.models.latents import denormalise
 from wandistiller.models.stored import TRANSFORMER, VAE, build_empty
-from wandistiller.units import Bytes
 
 _CPU = torch.device("cpu")
 Trains = Literal["nothing", "adapters", "everything"]
@@ -153,12 +152,6 @@ class Use:
     def trained(self) -> list[nn.Parameter]:
         """What an optimiser changes."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    @property
-    def given_bytes(self) -> Bytes:
-        """What all blocks are compared with."""
-        width = 0 if self.features is None else self.features.width * self.features.dtype.itemsize
-        return Bytes(self.num_blocks * self.batch_size * self.num_tokens * width)
 
     @property
     def block_bytes(self) -> list[int]:

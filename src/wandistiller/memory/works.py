@@ -110,7 +110,7 @@ class Training:
         stage = Stage(name, hardware)
         slices = self.slices(hardware)
         # A slice's rank has a block's gradients whole until they are added up and cut, like one that sends them to the host.
-        student = self._compared.changed(is_streamed=self.placing.is_streamed or self.is_sliced)
+        student = self.compared.changed(is_streamed=self.placing.is_streamed or self.is_sliced)
         computed = student.changed(comes_cast=True) if self.is_sliced and student.precision == "bf16" else student
         if self.is_sliced:
             stage.place_slices(student, slices)
@@ -181,7 +181,8 @@ class Training:
             played = stage.play(self.teacher, there, keeps=() if given else keeps)
             stage.scene.drop(played)
             if played.results:
-                given, there = played.results, {**there, (self.student.name, FEATURES): self._compared.given_bytes}
+                given = played.results
+                there = {**there, (self.teacher.name, FEATURES): stage.scene.size(given)}
         return given
 
     def _record(self, stage: Stage, hardware: Hardware) -> int:
@@ -230,7 +231,7 @@ class Training:
 
     def seconds(self, hardware: Hardware, *, waits: bool = True) -> float:
         """Return the time of a step; ``waits`` says whether for what ranks send each other, too."""
-        student = self._compared
+        student = self.compared
         seconds = step_seconds(
             student.tape,
             student.repeats,
@@ -311,7 +312,7 @@ class Training:
         return passed * (ranks - 1) / ranks / between
 
     @cached_property
-    def _compared(self) -> Use:
+    def compared(self) -> Use:
         """The student as it is trained: where its blocks learn from the teacher's, with what they are compared with."""
         if not self.matches_features or self.teacher is None:
             return self.student

@@ -27,7 +27,7 @@ def tapped(model: nn.Module, blocks: Sequence[int]) -> Iterator[list[Tensor]]:
 
 
 def matched_blocks(num_student: int, num_teacher: int) -> list[int]:
-    """Return the teacher's blocks that a student's follow where nothing else is known: evenly spread, first and last among them."""
+    """Return the blocks of a teacher that those of a student follow where nothing else is known: evenly spread."""
     return [round(index * (num_teacher - 1) / max(num_student - 1, 1)) for index in range(num_student)]
 
 

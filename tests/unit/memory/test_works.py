@@ -192,12 +192,25 @@ def test_a_loss_in_pixels_keeps_what_the_decoder_makes():
     assert sizes(whole)[("vae", "weights")] > 0 and whole.seconds > plain.seconds
 
 
-def test_what_is_compared_of_each_block_is_kept():
+def test_what_each_block_is_compared_with_is_there_from_the_teachers_pass_on():
     teacher = USE.changed(name="teacher", dtype=torch.bfloat16)
-    found = sizes(Training(student=TRAINED, teacher=teacher, matches_features=True).phase(CARD))
+    plain, matched = (Training(student=TRAINED, teacher=teacher, matches_features=value).phase(CARD) for value in (False, True))
     tokens, width = 2 * 8 * 8, CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"]
-    # How far the student is from each block, and of the last what the teacher gave in 16 bits and in 32, and a square.
-    assert found[("student", "matched features")] == tokens * width * (8 * 4 + 2 + 4 + 4)
+    assert sizes(matched)[("teacher", "matched features")] == tokens * width * 8 * 2
+    # How far the student is from each block stays for backward, and what the head keeps is not gone when that begins.
+    kept = [sizes(each)[("student", "kept activations")] for each in (plain, matched)]
+    assert 8 <= (kept[1] - kept[0]) / (4 * tokens * width) < 11
+    assert matched.seconds > plain.seconds
+
+
+def test_a_teacher_is_asked_about_a_second_batch_beside_the_gradients_of_the_first():
+    wide = USE.changed(name="teacher", config={**CONFIG, "ffn_dim": 64 * CONFIG["ffn_dim"]}, latent_shape=(8, 9, 32, 32))
+    student = wide.changed(name="student", config=CONFIG, latent_shape=(8, 1, 2, 2), trains="everything")
+    once, twice = (Training(student=student, teacher=wide, accumulation=count).phase(CARD) for count in (1, 2))
+    gradients = sum(each.nbytes for each in student.trained)
+    # All else is as it was, but for a second batch's latents, text and sigmas.
+    assert twice.peak - once.peak == pytest.approx(gradients, rel=0.01)
+    assert sizes(twice)[("student", "added gradients")] == pytest.approx(gradients, rel=0.01)
 
 
 def test_pictures_drawn_while_training_need_a_vae_beside_the_optimiser():

@@ -6,9 +6,10 @@ from diffusers import WanTransformer3DModel
 
 from wandistiller.flow.schedule import euler_schedule
 from wandistiller.memory.out_of_memory import note_failure
+from wandistiller.models.features import tapped
 from wandistiller.models.sizes import find_size
 from wandistiller.train.rollout import roll_out
-from wandistiller.train.teacher import Answer, Teacher, tapped
+from wandistiller.train.teacher import Answer, Teacher
 
 CPU = torch.device("cpu")
 

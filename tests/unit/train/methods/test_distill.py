@@ -15,7 +15,7 @@ from wandistiller.data.prompt_samples import PromptSamples
 from wandistiller.flow.sigma import SigmaDistribution
 from wandistiller.models.channel_adapter import ChannelAdapter
 from wandistiller.train.method import Role
-from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches, _health
+from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives, Stretches, _feature_loss, _health
 from wandistiller.train.teacher import Answer
 
 
@@ -106,7 +106,7 @@ def test_features_of_matched_blocks_count_relative_to_the_teachers():
 def test_features_of_a_narrower_student_are_compared_on_its_channels():
     noisy = torch.randn(2, 4, 1, 3, 3)
     found, wanted = [noisy[..., :2] * 2], [noisy * 2]
-    loss = Distillation._feature_loss(found, wanted, MatchedBlocks([0], [0], torch.tensor([0, 1])))
+    loss = _feature_loss(found, wanted, MatchedBlocks([0], [0], torch.tensor([0, 1])))
     torch.testing.assert_close(loss, torch.tensor(0.0))
     assert not found and not wanted, "their memory is free for what comes"
 
