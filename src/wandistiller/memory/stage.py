@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from wandistiller.config.placement import SPREAD
-from wandistiller.memory.device_map import foreseen_map, shares
+from wandistiller.memory.device_map import shares
 from wandistiller.memory.estimates import Item, Phase, Where
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.placement import Footprint, StreamPlan, Subject
 from wandistiller.memory.scene import FEATURES, Made, Played, Scene
+from wandistiller.memory.spread import foreseen_map
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.tape import Tape
 from wandistiller.memory.uses import Use

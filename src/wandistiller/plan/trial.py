@@ -24,13 +24,14 @@ from wandistiller.distributed.ranks import Ranks
 from wandistiller.errors import UsageError
 from wandistiller.flow.guidance import guide
 from wandistiller.memory.activations import prepare_blocks
-from wandistiller.memory.device_map import Custom, on_disk
+from wandistiller.memory.device_map import on_disk
 from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.host import page_locked_bytes
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.placement import FromDisk, Placed, Placement, Subject, find_placement
 from wandistiller.memory.rates import synchronise
 from wandistiller.memory.raw_reads import forget_files, forgetting
+from wandistiller.memory.spread import Custom
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Use

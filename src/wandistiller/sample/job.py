@@ -114,7 +114,7 @@ class Job:
         limits = parse_limits(self.config.max_memory, "--max-memory")
         if limits is None:
             return None
-        from wandistiller.memory.device_map import with_the_rest  # only here: it takes accelerate along
+        from wandistiller.memory.spread import with_the_rest  # only here: it takes accelerate along
 
         return with_the_rest(limits)
 

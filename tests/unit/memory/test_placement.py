@@ -9,12 +9,13 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 
 from wandistiller.errors import UsageError
-from wandistiller.memory import auto, device_map
-from wandistiller.memory.device_map import check_device_map, read_device_map, shares, with_the_rest, without_overlaps
+from wandistiller.memory import auto, spread
+from wandistiller.memory.device_map import check_device_map, read_device_map, reads_files, shares, without_overlaps
 from wandistiller.memory.estimates import HOST_SHARE, margin
 from wandistiller.memory.layout import named_tensors
 from wandistiller.memory.placement import Subject
 from wandistiller.memory.placements import PLACEMENTS, find_placement
+from wandistiller.memory.spread import with_the_rest
 from wandistiller.models.load import load_model
 from wandistiller.models.sizes import SIZES
 from wandistiller.models.stored import build_empty, inspect_checkpoint
@@ -231,7 +232,7 @@ def test_device_maps_from_files(tmp_path, name, text):
 
 
 def test_limits_of_some_leave_the_others_what_is_free(monkeypatch):
-    monkeypatch.setattr("wandistiller.memory.device_map.get_max_memory", lambda: {0: 20, 1: 30, "cpu": 40})
+    monkeypatch.setattr("wandistiller.memory.spread.get_max_memory", lambda: {0: 20, 1: 30, "cpu": 40})
     assert with_the_rest({1: 5}) == {0: 20, 1: 5, "cpu": 40}
 
 
@@ -247,7 +248,7 @@ def test_limits_of_some_leave_the_others_what_is_free(monkeypatch):
 def test_which_weights_are_read_in_every_step(tmp_path, name, text, expected):
     file = tmp_path / "map.json"
     file.write_text(text or "{}")
-    assert device_map.reads_files(name, file if text else None) is expected
+    assert reads_files(name, file if text else None) is expected
 
 
 def test_an_unreadable_device_map(tmp_path):
@@ -297,9 +298,9 @@ def test_what_visits_a_card_is_page_locked_block_by_block(checkpoint, monkeypatc
     assert predicted.host == 0 and 0 <= predicted.page_locked - sum(sizes.values()) < len(on_host) * 256 + 5 * 4096
     flats = []
     monkeypatch.setattr(
-        device_map, "allocate_host", lambda size, *_: flats.append(torch.empty(size, dtype=torch.uint8)) or flats[-1]
+        spread, "allocate_host", lambda size, *_: flats.append(torch.empty(size, dtype=torch.uint8)) or flats[-1]
     )
-    found = device_map._kept_on_host(subject, on_host, torch.device("cuda", 0), locked := set())
+    found = spread._kept_on_host(subject, on_host, torch.device("cuda", 0), locked := set())
     assert len(flats) == len(subject.blocks)  # all but one, and what is in none
     assert predicted.page_locked == sum(-(-flat.numel() // 4096) * 4096 for flat in flats)
     storages = {flat.untyped_storage().data_ptr() for flat in flats}
@@ -309,7 +310,7 @@ def test_what_visits_a_card_is_page_locked_block_by_block(checkpoint, monkeypatc
         assert torch.equal(value, state[name]) and value.untyped_storage().data_ptr() in storages
         assert torch.equal(subject.model.get_parameter(name), state[name])
     assert locked == storages
-    device_map._undo(subject, locked)
+    spread._undo(subject, locked)
     ours = {subject.model.get_parameter(name).untyped_storage().data_ptr() for name in found}
     assert not ours & storages
 
@@ -320,7 +321,7 @@ def pretended_card(monkeypatch):
     flats = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(
-        device_map, "allocate_host", lambda size, *_: flats.append(torch.empty(size, dtype=torch.uint8)) or flats[-1]
+        spread, "allocate_host", lambda size, *_: flats.append(torch.empty(size, dtype=torch.uint8)) or flats[-1]
     )
     return flats
 
@@ -329,7 +330,7 @@ def test_a_map_that_cannot_be_followed_leaves_a_model_as_it_was(checkpoint, pret
     def dispatch(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(device_map, "dispatch_model", dispatch)
+    monkeypatch.setattr(spread, "dispatch_model", dispatch)
     model = load_model(checkpoint)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     subject = Subject(model=model, blocks=list(model.blocks))
@@ -351,7 +352,7 @@ def test_a_map_that_cannot_be_followed_leaves_a_model_as_it_was(checkpoint, pret
 
 def test_a_map_that_fails_half_way_leaves_a_loaded_model_as_it_was(checkpoint, pretended_card, monkeypatch):
     """Wherever that is: what accelerate has just put away for a visit to the card is not on a hook of its yet."""
-    card, dispatch, move = torch.device("cpu"), device_map.dispatch_model, accelerate.hooks.set_module_tensor_to_device
+    card, dispatch, move = torch.device("cpu"), spread.dispatch_model, accelerate.hooks.set_module_tensor_to_device
     moves, last = 0, None
 
     def move_or_fail(*args, **kwargs):
@@ -365,8 +366,8 @@ def test_a_map_that_fails_half_way_leaves_a_loaded_model_as_it_was(checkpoint, p
         return dispatch(model, {name: card if place == 0 else place for name, place in found.items()}, card, state, **kwargs)
 
     monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", move_or_fail)
-    monkeypatch.setattr(device_map, "dispatch_model", dispatch_here)
-    monkeypatch.setattr(device_map, "AlignDevicesHook", lambda device: accelerate.hooks.AlignDevicesHook(card))
+    monkeypatch.setattr(spread, "dispatch_model", dispatch_here)
+    monkeypatch.setattr(spread, "AlignDevicesHook", lambda device: accelerate.hooks.AlignDevicesHook(card))
     model = load_model(checkpoint)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     subject = Subject(model=model, blocks=list(model.blocks))
@@ -382,7 +383,7 @@ def test_a_map_that_fails_half_way_leaves_a_loaded_model_as_it_was(checkpoint, p
 
 
 def test_what_is_placed_while_nothing_is_learnt_can_learn_later(checkpoint, pretended_card, monkeypatch):
-    monkeypatch.setattr(device_map, "dispatch_model", lambda model, *args, **kwargs: model)
+    monkeypatch.setattr(spread, "dispatch_model", lambda model, *args, **kwargs: model)
     model = load_model(checkpoint)
     subject = Subject(model=model, blocks=list(model.blocks))
     with torch.inference_mode():

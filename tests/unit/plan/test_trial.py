@@ -8,9 +8,9 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.errors import UsageError
-from wandistiller.memory.device_map import Custom
 from wandistiller.memory.encoder_phases import Decoding, Encoding, TextEncoding
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
+from wandistiller.memory.spread import Custom
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Passes, Training
