@@ -23,7 +23,8 @@ from wandistiller.cli.main import parse
 from wandistiller.memory.estimates import Estimate, margin
 from wandistiller.plan.planner import Plan, make_plan
 from wandistiller.plan.ranking import flags
-from wandistiller.plan.trial import Work, try_out
+from wandistiller.plan.trial import try_out
+from wandistiller.plan.trial_steps import Work
 
 GIB = 2**30
 VIDEO_5B = "--width 1280 --height 704 --frames 121"

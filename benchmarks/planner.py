@@ -44,7 +44,8 @@ from wandistiller.memory.rates import Launches, elementwise_rate, matmul_rate, u
 from wandistiller.memory.raw_reads import read_rate
 from wandistiller.memory.step_limit import limit_of
 from wandistiller.memory.works import Passes, Training
-from wandistiller.plan.trial import Measured, Work, try_out
+from wandistiller.plan.trial import Measured, try_out
+from wandistiller.plan.trial_steps import Work
 from wandistiller.units import Bytes
 
 GIB = 2**30

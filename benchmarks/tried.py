@@ -19,7 +19,7 @@ from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.sizes import SIZES
-from wandistiller.plan.trial import Work
+from wandistiller.plan.trial_steps import Work
 from wandistiller.train.vae_prediction import VaeStep
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Adapters, Use
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.sizes import SIZES
-from wandistiller.plan.trial import Work
+from wandistiller.plan.trial_steps import Work
 from wandistiller.train.vae_prediction import VaeStep
 
 MODELS = ("wan2.1-1.3b", "wan2.2-5b", "wan2.1-14b")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.live_bytes import LiveBytes
 
+from wandistiller.data.loader import Batch
 from wandistiller.memory.activations import apply_policy
 from wandistiller.memory.hardware import described
 from wandistiller.memory.scene import Scene
@@ -15,7 +16,8 @@ from wandistiller.memory.uses import PixelDecoder, Use
 from wandistiller.memory.works import Training
 from wandistiller.models.features import matched_blocks
 from wandistiller.models.sizes import SIZES, TINY_VAE
-from wandistiller.plan import trial
+from wandistiller.plan.trial_models import Ends, build_placed
+from wandistiller.plan.trial_steps import OneTeacher, method_of, tensors_of
 from wandistiller.train.method import Role
 from wandistiller.train.methods.distill import Distillation, MatchedBlocks, Objectives
 from wandistiller.train.methods.finetune import FlowMatching
@@ -31,10 +33,10 @@ STUDENT = USE.changed(trains="everything")
 
 def live_bytes(work):
     """Return the most that a real step of the method has at once beside weights and batch."""
-    with trial.ExitStack() as ends:
-        _, model = trial._place(work.student, work.placing, CPU, ends)
-        method = trial._method(work, Role("student", model, is_trained=True), CPU, ends)
-        batch = trial.Batch(trial._tensors(work.student, CPU), ("", ""), 0, 0)
+    with Ends() as ends:
+        _, model = build_placed(work.student, work.placing, CPU, ends)
+        method = method_of(work, Role("student", model, is_trained=True), CPU, ends)
+        batch = Batch(tensors_of(work.student, CPU), ("", ""), 0, 0)
         method.losses(batch).total.backward()
         model.zero_grad()
         gc.collect()
@@ -60,7 +62,7 @@ def recorded_training(use):
         for number in range(2):
             recorder.begin((f"step {number}", -1))
             method = FlowMatching(Role("student", model, is_trained=True), dtype=use.dtype)
-            loss = method.losses(trial.Batch(tensors, ("",) * use.batch_size, 0, 0)).total
+            loss = method.losses(Batch(tensors, ("",) * use.batch_size, 0, 0)).total
             recorder.begin((f"{BACKWARD}step {number}", -1))
             loss.backward()
             del loss
@@ -106,13 +108,13 @@ def recorded_distillation(work):
         channels = None if own.width == other.width else torch.arange(own.width)
         method = Distillation(
             Role("student", student, is_trained=True),
-            trial._OneTeacher(other, teacher, own.latent_shape[0]),
+            OneTeacher(other, teacher, own.latent_shape[0]),
             Objectives(feature=1.0),
             guidance_scale=1.0,
             dtype=own.dtype,
             matched=MatchedBlocks(range(own.num_blocks), matched_blocks(own.num_blocks, other.num_blocks), channels),
         )
-        method.losses(trial.Batch(batch_of(own, recorder), ("", ""), 0, 0)).total.backward()
+        method.losses(Batch(batch_of(own, recorder), ("", ""), 0, 0)).total.backward()
         policy.detach()
     return recorder.tape
 

@@ -16,8 +16,9 @@ from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Passes, Training
 from wandistiller.models.random_weights import RandomWeights
 from wandistiller.models.sizes import SIZES, TINY_VAE
-from wandistiller.plan import trial
+from wandistiller.plan import trial_models, trial_steps
 from wandistiller.plan.trial import try_out
+from wandistiller.plan.trial_steps import WARM_UPS
 from wandistiller.train.optimisation import Optimisation
 from wandistiller.train.vae_prediction import VaeStep
 
@@ -116,7 +117,7 @@ def test_a_teacher_that_rests_answers_while_steps_warm_up(rests, expected, monke
         asked.append(len(inputs["latents"]))
         return inputs["latents"]
 
-    monkeypatch.setattr(trial, "_call", call)
+    monkeypatch.setattr(trial_steps, "_call", call)
     teacher = USE.changed(name="teacher", batch_size=3 if rests else 2)
     student = USE.changed(trains="everything", batch_size=2)
     work = Training(student=student, teacher=teacher, teacher_passes=2, teacher_rests=rests, accumulation=2)
@@ -158,11 +159,11 @@ def test_steps_that_float16_leaves_out_are_not_those_that_count(monkeypatch):
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr(trial, "Optimisation", Watched)
-    monkeypatch.setattr(trial, "RandomWeights", lambda model: LargeWeights(model))
+    monkeypatch.setattr(trial_steps, "Optimisation", Watched)
+    monkeypatch.setattr(trial_models, "RandomWeights", lambda model: LargeWeights(model))
     student = USE.changed(trains="everything", precision="fp16")
     try_out(Training(student=student, optimiser=OptimiserChoice("adafactor")), CPU, num_steps=1)
-    assert made[0].loss_scale < 65536 / 2**trial._WARM_UPS and made[0].optimiser.state
+    assert made[0].loss_scale < 65536 / 2**WARM_UPS and made[0].optimiser.state
 
 
 class LargeWeights(RandomWeights):

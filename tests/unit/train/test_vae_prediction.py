@@ -11,7 +11,8 @@ from wandistiller.config.train_vae import TrainVaeConfig
 from wandistiller.memory.hardware import described
 from wandistiller.models.shapes import Shapes
 from wandistiller.models.sizes import TINY_VAE, find_size
-from wandistiller.plan import trial
+from wandistiller.plan.trial_models import Ends
+from wandistiller.plan.trial_steps import vae_training
 from wandistiller.train import vae_prediction
 from wandistiller.train.vae_prediction import VaeStep, vae_step
 from wandistiller.units import Bytes
@@ -69,8 +70,8 @@ def test_batches_of_a_step_and_their_gradients_are_there_together(accumulation, 
         critic_width=8,  # so that the VAE's turn takes the most, as it does with pictures of any use
     )
     step = VaeStep(config=config, vae={**TINY_VAE, "base_dim": 32}, shape=(1, 48, 48), precision="no")
-    with trial.Ends() as ends:
-        take = trial._vae_training(step, torch.device("cpu"), ends)
+    with Ends() as ends:
+        take = vae_training(step, torch.device("cpu"), ends)
         take(0)
         gc.collect()
         with LiveBytes() as live:
