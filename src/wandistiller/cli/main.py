@@ -106,8 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_rank(error, 1)
 
 
-def parse(name: str, flags: Sequence[str]) -> Any:
-    """Return the command's configuration: defaults, then the file of ``--config``, then flags."""
+def parse(name: str, flags: Sequence[str], prog: str | None = None) -> Any:
+    """Return the command's configuration: defaults, then the file of ``--config``, then flags.
+
+    ``prog`` is what the program is called in messages and help, where that is not its name and the command's.
+    """
     if name == "plan":
         return parse_plan(flags, parse)
     config_class = COMMANDS[name].config_class()
@@ -117,7 +120,7 @@ def parse(name: str, flags: Sequence[str]) -> Any:
         default = read_config(Path(path), config_class, name, COMMANDS, preset)
     else:
         default = config_class(**find_preset(name, preset)) if preset is not None else config_class()
-    return parse_flags(config_class, flags, default, f"wandistiller {name}")
+    return parse_flags(config_class, flags, default, prog or f"wandistiller {name}")
 
 
 def _parse_as_rank(name: str, flags: Sequence[str]) -> Any:

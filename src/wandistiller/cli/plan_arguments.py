@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from wandistiller.cli.arguments import parse_flags
-from wandistiller.config.command import CommandConfig
+from wandistiller.config.command import CommandConfig, flag_name
 from wandistiller.config.plan import PLANNED, PlanConfig, PlanRequest
 from wandistiller.config.presets import find_preset
 from wandistiller.config.toml_file import read_toml
@@ -27,16 +28,21 @@ _INSTEAD = ("data_path", "prompt_file", "cond")
 """What may be given in the place of these."""
 
 
-def parse_plan(flags: Sequence[str], parse: Callable[[str, Sequence[str]], Any]) -> PlanRequest:
+def parse_plan(flags: Sequence[str], parse: Callable[[str, Sequence[str], str], Any]) -> PlanRequest:
     """Return what to plan; ``parse`` reads the configuration of a command from its flags."""
     if not flags or flags[0] in ("-h", "--help"):
         parse_flags(PlanConfig, ["--help"], PlanConfig(), f"wandistiller plan {{{','.join(PLANNED)}}}")
     command, rest = flags[0], list(flags[1:])
     if command not in PLANNED:
         raise UsageError(f"There is no plan for '{command}'{nearest(command, PLANNED)}", fix=f"Plan {', '.join(PLANNED)}.")
+    prog = f"wandistiller plan {command}"
     own, job_flags = _split(rest)
-    options = parse_flags(PlanConfig, own, PlanConfig(), f"wandistiller plan {command}")
-    job: CommandConfig = parse(command, job_flags)
+    if {"-h", "--help"} & {*rest}:
+        print(f"The flags of plan stand among those of {command} (wandistiller {command} --help):\n")
+        parse_flags(PlanConfig, ["--help"], PlanConfig(), prog)
+    options = parse_flags(PlanConfig, own, PlanConfig(), prog)
+    _check_names(job_flags)
+    job: CommandConfig = parse(command, job_flags, prog)
     given = _given(job_flags, job, command)
     stand_ins = {name: value for name, value in _STAND_INS[command].items() if getattr(job, name) in (None, ())}
     if any(getattr(job, name, None) is not None for name in _INSTEAD):
@@ -44,6 +50,15 @@ def parse_plan(flags: Sequence[str], parse: Callable[[str, Sequence[str]], Any])
     if command == "sample" and "output" not in given and (getattr(job, "frames", None) or 1) > 1:
         stand_ins["output"] = Path("sample.mp4")
     return PlanRequest(command=command, job=dataclasses.replace(job, **stand_ins), given=given, options=options)
+
+
+def _check_names(flags: Sequence[str]) -> None:
+    """Raise ``UsageError`` for what looks like a flag of the planner's own, and is none."""
+    known = [flag_name(field.name) for field in dataclasses.fields(PlanConfig)]
+    for flag in (each.partition("=")[0] for each in flags if each.startswith("--")):
+        close = difflib.get_close_matches(flag, known, n=1, cutoff=0.85)
+        if close and flag not in known:
+            raise UsageError(f"There is no flag {flag}; did you mean {close[0]}?", fix="Correct it.")
 
 
 def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -71,11 +71,30 @@ class Phase:
         return Bytes(self.reserved - weights)
 
 
+@dataclass(frozen=True)
+class Samples:
+    """What a step is about: the largest pictures or clips that there will be."""
+
+    frames: int
+    height: int
+    width: int
+    batch_size: int = 1
+    num_batches: int = 1
+    """Of a step."""
+
+    def __str__(self) -> str:
+        kind = "picture" if self.frames == 1 else "clip"
+        length = "" if self.frames == 1 else f" and {self.frames} frames"
+        batches = f"{self.num_batches} batches of " if self.num_batches > 1 else ""
+        return f"{batches}{self.batch_size} {kind}{'s' if self.batch_size > 1 else ''} of {self.width}x{self.height}{length}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """A whole job."""
 
     phases: tuple[Phase, ...]
+    samples: Samples | None = None
     disk: tuple[Item, ...] = ()
     """Caches, states and results."""
     ranks: int = 1

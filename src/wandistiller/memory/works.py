@@ -132,7 +132,7 @@ class Training:
             # DDP collects gradients in buckets beside them; slices of them stay for the optimiser.
             scene.hold(student.name, "exchanged gradients", _cut(gradients, slices))
         # All batches of a step are brought before its first.
-        scene.hold("", "batch", _batch_bytes(student) * self.accumulation)
+        scene.hold("", "batch", batch_bytes(student) * self.accumulation)
         least = least_kept(student)
         if hardware.card is not None and least > 2 * hardware.card.memory:  # hopeless, and long to work out
             scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
@@ -226,7 +226,7 @@ class Training:
         for item in on_host.items:
             where: Where = "host" if item.where == "device" else item.where
             stage.add(item.role, item.kind, where, item.size if item.at_peak is None else item.at_peak)
-        stage.scene.hold("", "batch", _batch_bytes(self.student) * self.accumulation)
+        stage.scene.hold("", "batch", batch_bytes(self.student) * self.accumulation)
         return replace(stage.finished(self.seconds(hardware), num_steps), work=self)
 
     def seconds(self, hardware: Hardware, *, waits: bool = True) -> float:
@@ -391,7 +391,7 @@ def least_kept(use: Use) -> Bytes:
     return Bytes(use.batch_size * use.num_tokens * a_token * use.num_blocks)
 
 
-def _batch_bytes(use: Use) -> list[int]:
+def batch_bytes(use: Use) -> list[int]:
     """Return what a batch takes: latents, noise, text, sigma."""
     latents = 4 * use.batch_size * torch.Size(use.latent_shape).numel()
     return [latents, latents, 4 * use.batch_size * use.text_tokens * use.config["text_dim"], 4 * use.batch_size]

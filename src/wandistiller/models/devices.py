@@ -27,14 +27,7 @@ def find_device(name: str) -> torch.device:
     devices = available_devices()
     if name == "auto":
         return devices[0]
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"--device {name} is not a device.", fix="Use cuda, cuda:1, mps, cpu or auto.") from error
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", 0)
-    if device.type in ("cpu", "mps"):  # there is one of them, whatever its number
-        device = torch.device(device.type)
+    device = device_named(name)
     if device not in devices:
         raise UsageError(
             f"--device {name} is not there.",
@@ -42,6 +35,19 @@ def find_device(name: str) -> torch.device:
             fix="Choose one of these, or 'auto'; wandistiller doctor tells more.",
         )
     return device
+
+
+def device_named(name: str) -> torch.device:
+    """Return the device that a name stands for, on this machine or on another."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "mps", "cpu"):
+        raise UsageError(f"--device {name} is not a device.", fix="Use cuda, cuda:1, mps, cpu or auto.")
+    if device.type == "cuda":
+        return torch.device("cuda", device.index or 0)
+    return torch.device(device.type)  # there is one of them, whatever its number
 
 
 def find_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -12,8 +12,9 @@ from wandistiller.memory.estimates import Estimate
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.stage import HOST_STATE, Placing
 from wandistiller.memory.uses import Use
-from wandistiller.memory.works import Training, least_kept
+from wandistiller.memory.works import Training, batch_bytes, least_kept
 from wandistiller.models.shapes import Shapes
+from wandistiller.plan.residents import may_have_residents
 from wandistiller.train.distill_job import common_patch, read_student, with_sizes
 from wandistiller.train.prediction import distill_work, planned_pixels, train_work
 from wandistiller.train.vae_prediction import vae_step
@@ -32,10 +33,16 @@ class Least:
     """Gradients, and what an update needs beside them."""
     host: int = 0
     """Weights and states in the host memory of a machine."""
+    may_stay: int = 0
+    """What of it is not there for blocks that stay on the card."""
 
     def total(self, working: int = 0) -> Bytes:
         """All of it, where it is known what another way with the same activations had beside what it held."""
         return Bytes(self.held + max(self.kept, self.update, working))
+
+    def on_host(self, spare: int) -> Bytes:
+        """What is in host memory where blocks have ``spare`` bytes of the machine's cards to stay in."""
+        return Bytes(self.host - min(self.may_stay, spare))
 
     def working(self, estimate: Estimate) -> int:
         """Return what a way that was played through had beside what it held, where that was in forward or backward."""
@@ -66,6 +73,7 @@ def least_of_training(work: Training, hardware: Hardware) -> Least:
     student = work.student
     stepped = [] if work.is_on_host else student.trained
     held = _weights(student, work.placing) if slices == 1 else sum(each.nbytes for each in student.model.parameters())
+    held += sum(batch_bytes(student)) * work.accumulation
     held += sum(work.optimiser.masters(stepped)) + sum(work.optimiser.state(stepped))
     if work.averages:
         held += sum(4 * each.numel() for each in (stepped if work.is_on_host else student.trained))
@@ -73,11 +81,16 @@ def least_of_training(work: Training, hardware: Hardware) -> Least:
     gradients = sum(4 * each.numel() if work.optimiser.has_master(each) else each.nbytes for each in stepped)
     update = gradients + sum(work.optimiser.scratch(stepped))
     teacher = _weights(work.teacher, work.teacher_placing) if work.teacher is not None else 0
-    host = 0 if work.teacher is None else _on_host(work.teacher, work.teacher_placing)
+    host = may_stay = 0
+    if work.teacher is not None:
+        host = _on_host(work.teacher, work.teacher_placing)
+        may_stay = host if may_have_residents(work.teacher, work.teacher_placing) else 0
     if work.placing.is_streamed:
         count = sum(each.numel() for each in student.model.get_submodule("blocks").parameters()) if work.is_on_host else 0
-        host += max(hardware.num_cards, 1) * (_on_host(student, work.placing) + HOST_STATE * count)
-    return Least(held // slices + teacher, least_kept(student), update // slices, host)
+        on_host = max(hardware.num_cards, 1) * (_on_host(student, work.placing) + HOST_STATE * count)
+        host += on_host
+        may_stay += on_host if may_have_residents(student, work.placing) else 0
+    return Least(held // slices + teacher, least_kept(student), update // slices, host, may_stay)
 
 
 def _weights(use: Use, placing: Placing) -> int:

@@ -29,6 +29,7 @@ _DECODING_IN_16_BITS = ({"vae_dtype": "bfloat16"}, {"vae_dtype": "bfloat16", "va
 _SHORT_WEIGHTS = "weights in bfloat16"
 _COSTS: Mapping[tuple[str, Any], str] = {
     ("weights_dtype", "bfloat16"): _SHORT_WEIGHTS,
+    ("dtype", "bfloat16"): "bfloat16 throughout",
     ("rounding", "stochastic"): "updates rounded at random",
     ("optimizer", "adamw8bit"): "optimiser in 8 bits",
     ("optimizer", "adafactor"): "another optimiser",
@@ -140,7 +141,9 @@ def _space(job: CommandConfig, hardware: Hardware) -> _Space:
     if isinstance(job, SampleConfig):
         has_vae = job.wants_pixels or job.image is not None
         decoding = (*_DECODING, *_DECODING_IN_16_BITS) if has_vae else ({},)
-        return _Space(decoding, _sample_places(hardware) if hardware.card else [[{}]])
+        if hardware.card is None:
+            return _Space(decoding, [[{}]], savings=[{}, {"dtype": "bfloat16"}])
+        return _Space(decoding, _sample_places(hardware))
     if isinstance(job, DistillConfig):
         places: Sequence[Sequence[Changes]] = _teacher_places(hardware) if hardware.card else [[{}]]
         return _Space(POLICIES, _together(places, hardware), [{"optimizer": name} for name in _OPTIMISERS])

@@ -20,6 +20,7 @@ from wandistiller.errors import UsageError
 from wandistiller.memory.estimates import Estimate, fits
 from wandistiller.memory.hardware import Hardware, described
 from wandistiller.memory.raw_reads import rate_of_largest
+from wandistiller.models.devices import device_named
 from wandistiller.models.shapes import Shapes, find_named, find_shapes
 from wandistiller.models.sizes import HUB_IDS
 from wandistiller.plan.bounds import least_on_card
@@ -39,7 +40,6 @@ from wandistiller.train.prediction import (
 from wandistiller.train.start_checks import (
     check_expert,
     check_ranks,
-    check_sharded_teacher,
     check_sizes,
     check_spread_teacher,
     check_text_to_video,
@@ -55,6 +55,8 @@ PREDICTIONS: dict[str, Predict] = {
     "sample": predict_sample,
 }
 _RESIDENT_FIELDS = {"distill": "teacher_resident", "train": "resident", "sample": "resident"}
+_FILES = ("dataset_path", "data_path", "held_out", "prompt_file", "image", "cond", "uncond", "lora", "lora_2")
+"""Fields that name what a run reads, and a plan does not."""
 _ABOUT_AS_FAST = 1.02
 _FAR_SLOWER = 10
 
@@ -98,6 +100,12 @@ class Plan:
         return tuple(each for each in self.fitting if best is not None and _ABOUT_AS_FAST * each.seconds < best.seconds)
 
     @property
+    def absent(self) -> tuple[str, ...]:
+        """Files and folders of the job that are not here, as they may be where it will run."""
+        named = [str(getattr(self.request.job, name)) for name in _FILES if name in self.request.given]
+        return tuple(name for name in named if not name.startswith("world:") and not Path(name).exists())
+
+    @property
     def best_job(self) -> CommandConfig | None:
         """The configuration of the best way, with the weights that a run would fetch where only a size was named."""
         if self.best is None:
@@ -117,7 +125,7 @@ class Plan:
         """Return a command as it is started on all ranks."""
         if self.hardware.num_ranks == 1:
             return line
-        return " ".join([*launch_words(self.hardware.num_nodes, self.hardware.num_cards), line])
+        return " ".join([*launch_words(self.hardware.num_nodes, max(self.hardware.num_cards, 1)), line])
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -210,9 +218,7 @@ def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:
     ranks_here, is_started = max(hardware.num_cards, 1), hardware.num_ranks > 1
     if isinstance(job, TrainingConfig):
         if job.is_sharded and not is_started:
-            raise UsageError(
-                f"--parallel {job.parallel} is for several GPUs, and this is a plan for one.", fix="Say how many with --gpus 2."
-            )
+            raise _for_several(f"--parallel {job.parallel}")
         check_parallel(job.parallel, job.shard_size or ranks_here, hardware.num_ranks if is_started else None)
     if isinstance(job, TrainConfig):
         check_ranks(job, hardware.num_ranks)
@@ -222,12 +228,17 @@ def check_can_start(job: Any, shapes: Shapes, hardware: Hardware) -> None:
     if isinstance(job, DistillConfig):
         check_text_to_video(shapes.transformers[0], "distilled")
         check_planned_student(job, shapes)
-        check_sharded_teacher(job, is_rank=is_started)
+        if job.strategy == "sharded" and not is_started:
+            raise _for_several("--teacher-device-strategy sharded")
         if hardware.card is not None:
             check_spread_teacher(job, ranks_here, hardware.cards_each)
     if isinstance(job, SampleConfig) and find_named(model_of(job)) is not None:  # of others their files know more
         transformer = shapes.transformers[0]
         check_image(job.image, image_inputs(transformer, shapes.size.expand_timesteps), transformer)
+
+
+def _for_several(flag: str) -> UsageError:
+    return UsageError(f"{flag} is for several GPUs, and this is a plan for one.", fix="Say how many with --gpus 2.")
 
 
 def find_hardware(options: PlanConfig, model: str) -> Hardware:
@@ -248,12 +259,15 @@ def find_hardware(options: PlanConfig, model: str) -> Hardware:
 
 def as_started(job: Any, hardware: Hardware) -> Hardware:
     """Return a machine as a job has it: all cards in one process where it draws or spreads a teacher, else each in its own."""
-    if hardware.card is None and job.device.startswith("cuda"):
+    kind = "auto" if job.device == "auto" else device_named(job.device).type
+    if kind == "mps":
+        raise UsageError("There is no plan yet for --device mps.", fix="Plan for the CPU of that machine with --device cpu.")
+    if hardware.card is None and kind == "cuda":
         raise UsageError(
             f"--device {job.device} is planned for a machine without a GPU.",
             fix="Say which GPU there will be with --card rtx4090 or --gpu 24GiB, or leave --device away.",
         )
-    if job.device == "cpu":
+    if kind == "cpu":
         return replace(hardware, card=None, num_cards=0, cards_each=1, num_nodes=1)
     is_together = isinstance(job, SampleConfig) or (isinstance(job, DistillConfig) and job.strategy in SPREAD)
     if not is_together:
@@ -271,6 +285,6 @@ def _rate_of_files(model: Path) -> float | None:
 def model_of(job: Any) -> str:
     """Return the model that a job is about."""
     source = getattr(job, "teacher_path", None) or getattr(job, "model", None)
-    if source is None:
+    if not source:
         raise UsageError("There is nothing to plan without a model.", fix="Name one, such as --model wan2.2-5b.")
     return str(source)

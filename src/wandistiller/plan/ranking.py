@@ -24,7 +24,7 @@ def ranking(plan: Plan, top: int) -> Table:
     """Return a table of the best, of what else fits, and of what fits and is faster at a cost in accuracy."""
     table = Table(title="What fits: the best, then others from the fastest on", title_justify="left")
     has_card = plan.hardware.card is not None
-    time = "in all" if any(each.estimate.is_once for each in plan.ranked) else "step"
+    time = "once loaded" if any(each.estimate.is_once for each in plan.ranked) else "step"
     for name in (time, *(("card", "host") if has_card else ("memory",)), "flags", "costs in accuracy"):
         table.add_column(name, justify="left" if name in ("flags", "costs in accuracy") else "right")
     for each in plan.ranked[:top]:
@@ -44,7 +44,8 @@ def reasons(plan: Plan) -> list[str]:
     found += _untried(plan)
     if plan.best is None:
         more = "more memory" if plan.hardware.card is None else "a card with more memory, or more host memory"
-        found.append(f"Nothing fits. Take a smaller model, picture or clip, or {more}.")
+        fewer = ", or start fewer processes on a machine" if plan.hardware.num_cards > 1 else ""
+        found.append(f"Nothing fits. Take a smaller model, picture or clip, or {more}{fewer}.")
         found += _about_text(plan)
     return found
 
@@ -85,19 +86,22 @@ def _losers(plan: Plan) -> list[str]:
     for name, options in groups.items():
         nearest = min(options, key=size)
         count = f" ({len(options)} ways, the smallest of them)" if len(options) > 1 else ""
-        told = name if count and name else flags(nearest)
+        told = (name if count else flags(nearest)) or name or "as asked for"
         lines.append(f"{told}{count}: {'; '.join(nearest.lacks)}")
     return lines
 
 
 def _about_text(plan: Plan) -> list[str]:
-    """Say what would fit if the text were encoded elsewhere."""
-    for each in (plan.asked, *plan.losers):
-        if each.estimate.too_large(plan.hardware) == {"encoding text"}:
-            is_drawn = isinstance(plan.request.job, SampleConfig)
-            how = "give its embeddings with --cond and --uncond" if is_drawn else "bring its cache along (wandistiller encode)"
+    """Say what would fit if the text were encoded elsewhere, or that nothing will where it is not."""
+    is_drawn = isinstance(plan.request.job, SampleConfig)
+    how = "give its embeddings with --cond and --uncond" if is_drawn else "bring its cache along (wandistiller encode)"
+    large = [(each, each.estimate.too_large(plan.hardware)) for each in (plan.asked, *plan.losers)]
+    for each, found in large:
+        if found == {"encoding text"}:
             which = f"With {flags(each)} the" if each.changes else "The"
             return [f"{which} text encoder alone is too large: encode the text on another machine, and {how}."]
+    if all("encoding text" in found for _, found in large):
+        return [f"However small the model, its text encoder is too large: encode the text on another machine, and {how}."]
     return []
 
 

@@ -27,6 +27,11 @@ def resident_blocks(estimate: Estimate, hardware: Hardware) -> int:
     return min(_more(each, hardware) for each in found)
 
 
+def may_have_residents(use: Use, placing: Placing) -> bool:
+    """Say whether blocks may stay on the card: of a model that is streamed from host memory, frozen and as it is stored."""
+    return placing.name == "offload" and not placing.eight_bit and use.trains != "everything"
+
+
 def _more(streamed: _Streamed, hardware: Hardware) -> int:
     held = streamed.phase.reserved
     room = most_that_fits(hardware.room) - held
@@ -38,10 +43,10 @@ def _streamed(estimate: Estimate) -> Iterator[_Streamed]:
     for phase in estimate.phases:
         work = phase.work
         if isinstance(work, Training):
-            roles = [(work.student, work.placing)] if work.student.trains != "everything" else []
+            roles = [(work.student, work.placing)]
             roles += [(work.teacher, work.teacher_placing)] if work.teacher is not None else []
         else:
             roles = [(work.use, work.placing)] if isinstance(work, Passes) else []
         for use, placing in roles:
-            if placing.name == "offload" and not placing.eight_bit:
+            if may_have_residents(use, placing):
                 yield _Streamed(use, placing, phase)

@@ -66,7 +66,8 @@ class Search:
     def __post_init__(self) -> None:
         self.found: list[Option] = []
         self.untried: list[Untried] = []
-        self._working: dict[Hashable, int] = {}
+        self._working: dict[Hashable, dict[int, int]] = {}
+        """What was beside what was held, by halvings of the batch."""
         self._kept_on_host: dict[Hashable, int] = {}
 
     def run(self, ways: Sequence[Way]) -> None:
@@ -124,8 +125,9 @@ class Search:
     def _tried(self, way: Way) -> Iterator[Option]:
         alike = _activations(way)
         least = self.least_on_card(way.changes)
-        total = least.total(self._working.get(alike, 0))
-        on_host = Bytes(least.host + self._kept_on_host.get(alike, 0))
+        working = self._working.setdefault(alike, {})
+        total = least.total(max((_of_smaller(size, way.halvings - count) for count, size in working.items()), default=0))
+        on_host = Bytes(least.on_host(self._spare(total)) + self._kept_on_host.get((alike, way.halvings), 0))
         lack = ""
         if self.found and not self._fits_card(total):
             lack = f"needs more than {total} and a margin of {margin(total)} on a card that has {self.hardware.room}"
@@ -137,11 +139,17 @@ class Search:
             yield Option(way, Estimate(phases=(phase,)), (lack,))
             return
         option = self._option(way)
-        self._working[alike] = max(least.working(option.estimate), self._working.get(alike, 0))
-        self._kept_on_host[alike] = option.estimate.kept_on_host()
+        working[way.halvings] = max(least.working(option.estimate), working.get(way.halvings, 0))
+        self._kept_on_host[alike, way.halvings] = option.estimate.kept_on_host()
         yield option
         if self.resident_field is not None:
             yield from self._with_residents(option, self.resident_field)
+
+    def _spare(self, size: int) -> int:
+        """Return what the cards of a machine have beside ways of a size, where blocks may stay on them."""
+        if self.resident_field is None or self.hardware.card is None:
+            return 0
+        return max(self.hardware.room - size, 0) * max(self.hardware.num_cards, 1)
 
     def _with_residents(self, option: Option, field: str) -> Iterator[Option]:
         """Yield the way with as many blocks on the card as fit, or one less, if that is faster."""
@@ -185,9 +193,15 @@ def _from_memory(way: Way) -> Changes | None:
 
 
 def _activations(way: Way) -> Hashable:
-    """Return what ways have in common that compute the same in the same precision, with a teacher that is held alike."""
+    """Return what ways have in common that compute the same in the same precision, with a teacher that is held alike, on
+    batches of any size."""
     names = ("weights_dtype", "parallel", "placement")
     teacher = way.changes.get("teacher_device_strategy")
     # Slices of a teacher are no part of what is held at least, and the CPU's teacher computes nothing on the card.
     how = teacher if teacher in ("cpu", "sharded") else "on the card"
-    return (way.policy, way.halvings, how, *(way.changes.get(name) for name in names))
+    return (way.policy, how, *(way.changes.get(name) for name in names))
+
+
+def _of_smaller(size: int, halvings: int) -> int:
+    """Return what remains at least of what a batch takes where it is halved: all that grows with it halves."""
+    return int(size / 2**halvings) if halvings >= 0 else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 from wandistiller.memory.estimates import PROCESS, Estimate, Item, Phase, by_kind
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.step_limit import limit_of
-from wandistiller.plan.planner import Plan
+from wandistiller.plan.planner import Plan, model_of
 from wandistiller.plan.ranking import flags, ranking, reasons, seconds_text
 from wandistiller.plan.search import Option
 from wandistiller.units import Bytes
@@ -36,7 +36,7 @@ class Compared(Protocol):
 def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
     """Print what the job takes as it was asked for, what fits best, and why the others do not."""
     console = console or Console(emoji=False)
-    console.print(f"Planning {escape(plan.request.command)} for {describe(plan.hardware)}", highlight=False)
+    console.print(f"Planning {escape(_subject(plan))}, for {describe(plan.hardware)}", highlight=False)
     shown = plan.best or plan.asked
     console.print(_phases(shown.estimate, _title(plan, shown), plan.hardware))
     if shown.estimate.disk:
@@ -44,6 +44,8 @@ def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
         console.print(f"On disk: {kinds}", highlight=False)
     if plan.fitting:
         console.print(ranking(plan, top))
+    if plan.absent:
+        console.print(f"Not here, so only a run will say whether they can be used: {escape(', '.join(plan.absent))}.")
     for reason in reasons(plan):
         console.print(escape(reason), highlight=False)
     if plan.command is not None:
@@ -51,12 +53,19 @@ def show(plan: Plan, *, top: int, console: Console | None = None) -> None:
         console.print(f"  {plan.command}", highlight=False, markup=False, soft_wrap=True)
 
 
+def _subject(plan: Plan) -> str:
+    """Return what is planned: the command, the model, and the samples of a step as they were asked for."""
+    named = f"{plan.request.command} of {model_of(plan.request.job)}"
+    samples = plan.asked.estimate.samples
+    return named if samples is None else f"{named}, {samples}{'' if plan.asked.estimate.is_once else ' a step'}"
+
+
 def describe(hardware: Hardware) -> str:
     """Return a machine in words."""
-    if hardware.card is None:
-        return f"the CPU alone, with {hardware.host_memory} of memory"
-    count = f"{hardware.all_cards} x " if hardware.all_cards > 1 else ""
     nodes = f", {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
+    if hardware.card is None:
+        return f"the CPU alone, with {hardware.host_memory} of memory{nodes}"
+    count = f"{hardware.all_cards} x " if hardware.all_cards > 1 else ""
     known = f", speed by {hardware.card.rates_of}" if hardware.card.rates_of else ""
     return (
         f"{count}{hardware.card.name} ({hardware.room} for tensors{known}), {hardware.host_memory} of host memory, "
@@ -68,6 +77,8 @@ def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> st
     """Return a plan for programs, with what was measured of it; bytes are numbers."""
     content: dict[str, Any] = {
         "command": plan.request.command,
+        "model": model_of(plan.request.job),
+        "samples": None if plan.asked.estimate.samples is None else asdict(plan.asked.estimate.samples),
         "hardware": {
             "card": None if plan.hardware.card is None else plan.hardware.card.name,
             "cards": plan.hardware.all_cards,
@@ -83,6 +94,7 @@ def as_json(plan: Plan, *, top: int, comparisons: Sequence[Compared] = ()) -> st
         "plans": [_option(each, plan.hardware) for each in plan.ranked[:top]],
         "losers": [{"changes": dict(each.changes), "why": list(each.lacks)} for each in plan.losers],
         "untried": [{"changes": dict(each.way.changes), "why": each.why} for each in plan.untried],
+        "not_here": list(plan.absent),
         "run": plan.command,
     }
     if comparisons:

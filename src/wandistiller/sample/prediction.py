@@ -10,7 +10,7 @@ from wandistiller.config.placement import parse_limits
 from wandistiller.config.sample import PICTURE_SUFFIXES, SampleConfig
 from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import CLIP_TOKENS, Decoding, Encoding, clip_phase, text_phase
-from wandistiller.memory.estimates import Estimate, Phase
+from wandistiller.memory.estimates import Estimate, Phase, Samples
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.stage import Placing
 from wandistiller.memory.uses import Use
@@ -44,7 +44,8 @@ def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
         dtype = _vae_dtype(config, hardware)
         decoding = Decoding(config=shapes.vae, latent_shape=latents, dtype=dtype, is_tiled=config.vae_tiling)
         phases.append(decoding.phase(hardware))
-    return Estimate(phases=tuple(phases), is_once=True)
+    samples = Samples(frames, height, width, batch_size=config.batch_size)
+    return Estimate(phases=tuple(phases), samples=samples, is_once=True)
 
 
 def _pixels(config: SampleConfig, shapes: Shapes) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from wandistiller.data.buckets import Bucket, largest_bucket
 from wandistiller.data.encode_job import PATCH, plan_buckets
 from wandistiller.errors import UsageError
 from wandistiller.memory.encoder_phases import Decoding, Encoding, text_phase
-from wandistiller.memory.estimates import Estimate, Item, Phase, most_that_fits
+from wandistiller.memory.estimates import Estimate, Item, Phase, Samples, most_that_fits
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.stage import Placing
@@ -45,6 +45,11 @@ def planned_pixels(config: TransformerTrainingConfig | TrainVaeConfig, vae: Mapp
     return largest_bucket(buckets).shape
 
 
+def samples_of(config: TransformerTrainingConfig | TrainVaeConfig, pixels: Pixels) -> Samples:
+    """Return what a step is about, of samples of a size."""
+    return Samples(*pixels, batch_size=config.batch_size, num_batches=config.gradient_accumulation)
+
+
 def drawn_pixels(
     config: TransformerTrainingConfig, data: Iterable[Bucket | None], held_out: Iterable[Bucket | None] | None
 ) -> Pixels | None:
@@ -67,13 +72,15 @@ def _recordings(config: TransformerTrainingConfig, vae: Mapping[str, Any]) -> fl
 
 def predict_train(config: TrainConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
     """Return what ``train`` takes."""
-    work = train_work(config, shapes, hardware, planned_pixels(config, shapes.vae))
+    pixels = planned_pixels(config, shapes.vae)
+    work = train_work(config, shapes, hardware, pixels)
     training = work.phase(hardware, num_steps=config.num_steps or 1000)
     if config.placement == "auto":
         chosen = foreseen_placing(work.student, training, hardware)
         training = replace(work, placing=chosen).phase(hardware, num_steps=config.num_steps or 1000)
     phases = (*encoding_phases(config, shapes, hardware), training)
-    return Estimate(phases=phases, disk=(*_caches(config, shapes), *_results(work, config)), ranks=max(hardware.num_cards, 1))
+    disk = (*_caches(config, shapes), *_results(work, config))
+    return Estimate(phases=phases, samples=samples_of(config, pixels), disk=disk, ranks=max(hardware.num_cards, 1))
 
 
 def train_work(
@@ -134,7 +141,8 @@ def predict_distill(config: DistillConfig, shapes: Shapes, hardware: Hardware) -
         chosen = foreseen_placing(work.teacher, training, hardware)
         training = work.with_teacher(chosen).phase(hardware, num_steps=num_steps)
     disk = (*_caches(config, shapes), *_records(config, shapes), *_results(work, config))
-    return Estimate(phases=(*phases, training), disk=disk, ranks=max(hardware.num_cards, 1))
+    samples = samples_of(config, pixels)
+    return Estimate(phases=(*phases, training), samples=samples, disk=disk, ranks=max(hardware.num_cards, 1))
 
 
 def check_planned_student(config: DistillConfig, shapes: Shapes) -> None:

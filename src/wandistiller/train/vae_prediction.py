@@ -31,7 +31,7 @@ from wandistiller.models.vae_passes import VaePass
 from wandistiller.train.method import Role
 from wandistiller.train.methods.vae import VaeTraining, VaeWeights
 from wandistiller.train.optimisation import MixedPrecision, autocast
-from wandistiller.train.prediction import foreseen_precision, planned_pixels
+from wandistiller.train.prediction import foreseen_precision, planned_pixels, samples_of
 from wandistiller.units import Bytes
 
 _CPU = torch.device("cpu")
@@ -54,7 +54,8 @@ def predict_train_vae(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware
     # Weights and two moments, and the average, in float32.
     states = Bytes((config.keep + 1) * 4 * (3 * sum(counts.values()) + average))  # one more while it is being written
     disk = (Item("vae", "states", "disk", states), Item("vae", "result", "disk", Bytes(4 * counts["vae"])))
-    return Estimate(phases=(work.phase(hardware, num_steps=config.num_steps or 1000),), disk=disk)
+    phases = (work.phase(hardware, num_steps=config.num_steps or 1000),)
+    return Estimate(phases=phases, samples=samples_of(config, work.shape), disk=disk)
 
 
 def vae_step(config: TrainVaeConfig, shapes: Shapes, hardware: Hardware) -> VaeStep:
