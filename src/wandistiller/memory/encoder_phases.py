@@ -145,8 +145,10 @@ class Decoding:
         """What tells of all latents: one tile is like the other, and a frame like the next, so three of each are enough."""
         if not self.is_tiled:
             return self.latent_shape
-        channels, *sizes = self.latent_shape
-        return (channels, *(min(size, most) for size, most in zip(sizes, (3, 3 * TILE, 3 * TILE), strict=True)))
+        channels, frames, *sides = self.latent_shape
+        counts = [-(-side // TILE) for side in sides]  # tiles as few as possible, and as large as each other
+        kept = (side if count <= 3 else 3 * -(-side // count) for side, count in zip(sides, counts, strict=True))
+        return (channels, min(frames, 3), *kept)
 
     @property
     def tape(self) -> Tape:

@@ -38,10 +38,10 @@ class OptimiserChoice:
         counts = [parameter.numel() for parameter in parameters]
         if not counts:
             return []
-        if self.name == "adafactor":  # updates of all weights at once
-            return [4 * count for count in counts]
+        if self.name == "adafactor":  # one weight's update at a time
+            return [4 * max(counts)]
         is_stochastic = self.rounding == "stochastic" and any(parameter.dtype.itemsize < 4 for parameter in parameters)
-        return [4 * max(counts)] * 5 if is_stochastic else []
+        return [4 * max(counts)] * 6 if is_stochastic else []
 
     def _state(self, parameter: torch.Tensor) -> list[int]:
         count = parameter.numel()

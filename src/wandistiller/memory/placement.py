@@ -291,6 +291,11 @@ class StreamPlan:
         """Bytes of what blocks arrive in, and of what they are unpacked into."""
 
     @property
+    def num_streamed_weights(self) -> int:
+        """Numbers in the blocks that visit the device."""
+        return sum(member.shape.numel() for layout in self.layouts for member in layout.members)
+
+    @property
     def moved_bytes(self) -> int:
         """What passes over the bus when all blocks are used once."""
         return sum(map(self.stored_bytes, self.layouts))

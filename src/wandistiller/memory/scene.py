@@ -84,12 +84,18 @@ class Scene:
             self._allocator.free(key)
 
     def play(
-        self, tape: Tape, num_blocks: Mapping[str, int], *, keeps: Collection[int] = (), given: Sequence[Made] = ()
+        self,
+        tape: Tape,
+        num_blocks: Mapping[str, int],
+        *,
+        keeps: Collection[int] = (),
+        given: Sequence[Made] = (),
+        staying: Collection[int] = (),
     ) -> Played:
         """Do what a step does; what it leaves is still there afterwards, until ``drop``.
 
         ``keeps`` are blocks whose results another step is given; ``given`` is what one before has kept for this one, which lets
-        it go.
+        it go. ``staying`` are blocks whose gradients stay where others' leave.
         """
         allocator, lives = self._allocator, dict[Made, _Life]()
         self._num_plays += 1
@@ -117,7 +123,7 @@ class Scene:
                         allocator.allocate(key, num_bytes)
                         if allocator.peak_allocated > peak:
                             peak, worst = allocator.peak_allocated, moment
-                    elif key not in results:
+                    elif key not in results and not (own_key in tape.gradients and name[0][1] in staying):
                         lives[key].end, lives[key].is_used_up = moment, part.place[0].startswith(UPDATE)
                         allocator.free(aliases.get(key, key))
         left = {key: life.num_bytes for key, life in lives.items() if life.end == _NEVER and key not in results}

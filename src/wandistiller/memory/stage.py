@@ -161,12 +161,13 @@ class Stage:
         trains = use.trains == "everything"
         # Ranks have one copy of weights that nobody changes.
         is_shared = placing.name == "offload" and use.trains == "nothing"
-        self.stream(use.name, placing.plan(use), placing.footprint(use), is_shared=is_shared)
+        plan = placing.plan(use)
+        self.stream(use.name, plan, placing.footprint(use), is_shared=is_shared)
         if trains:
-            count = sum(each.numel() for each in use.model.get_submodule("blocks").parameters())
+            count, sizes = plan.num_streamed_weights, [layout.num_bytes for layout in plan.layouts]
             self.add(use.name, "optimiser", "host", count * HOST_STATE)
             # They stay where they arrive, or are added up in float32.
-            arriving = 2 * max(use.block_bytes) if adds_gradients else sum(use.block_bytes)
+            arriving = 2 * max(sizes, default=0) if adds_gradients else sum(sizes)
             self.add(use.name, "gradients", "page-locked", arriving)
             self.add(use.name, "gradients", "host", 4 * count if adds_gradients else 0)
 
@@ -207,9 +208,17 @@ class Stage:
         if size:
             self._items.append(Item(role, kind, where, Bytes(size), is_shared=is_shared))
 
-    def play(self, use: Use, there: Moment = NOTHING, *, keeps: Collection[int] = (), given: Sequence[Made] = ()) -> Played:
+    def play(
+        self,
+        use: Use,
+        there: Moment = NOTHING,
+        *,
+        keeps: Collection[int] = (),
+        given: Sequence[Made] = (),
+        staying: Collection[int] = (),
+    ) -> Played:
         """Take a step; ``there`` is what others have left, and the rest as in ``Scene.play``."""
-        return self._play(use.name, use.placed_tape, use.repeats, there, keeps, given)
+        return self._play(use.name, use.placed_tape, use.repeats, there, keeps, given, staying)
 
     def play_tape(self, role: str, tape: Tape, repeats: Mapping[str, int] = MappingProxyType({})) -> Played:
         """Take a step that is on tape."""
@@ -217,7 +226,7 @@ class Stage:
 
     def play_again(self, use: Use, before: Played, *, given: Sequence[Made] = ()) -> Played:
         """Take a step whose gradients are added to what one before it has left."""
-        tape = use.placed_tape if use.placed_tape is not use.tape else use.tape.with_added_gradients()
+        tape = use.placed_tape.with_added_gradients(by_block=use.policy != "none")
         return self._play(use.name, tape, use.repeats, left_by(use, before), given=given)
 
     def _play(
@@ -228,9 +237,10 @@ class Stage:
         there: Moment,
         keeps: Collection[int] = (),
         given: Sequence[Made] = (),
+        staying: Collection[int] = (),
     ) -> Played:
         held = self.scene.held | dict(there)
-        played = self.scene.play(tape, repeats, keeps=keeps, given=given)
+        played = self.scene.play(tape, repeats, keeps=keeps, given=given, staying=staying)
         self._passing = max(self._passing, played.peak)
         self._moments.append({**held, **{(role, kind): size for kind, size in played.at_peak.items()}})
         # What was kept may have been used up at the worst moment, and gradients be there instead.

@@ -79,6 +79,8 @@ class Tape:
     """The parts of a step in their order."""
 
     parts: list[Part] = field(default_factory=list)
+    gradients: frozenset[Key] = frozenset()
+    """Those of blocks' weights."""
 
     def begin(self, place: Place) -> Part:
         """Start another part."""
@@ -112,37 +114,48 @@ class Tape:
     def with_leaving_gradients(self, model: str) -> Tape:
         """Return the tape of a step in which the gradients of a model's blocks leave the device.
 
-        A block's are gone at the end of the next block's backward: by then they have been copied to the host.
+        A block's are gone when the next block's are complete, by when they have been copied to the host, and the last ones at
+        the end.
         """
-        ended = {key for part in self.parts for key, num_bytes in part.events if num_bytes < 0}
         name = BACKWARD + model
         parts = []
         leaving: list[Key] = []
         for part in self.parts:
             events = list(part.events)
-            if part.place[0] == name:
-                events += [(key, -1) for key in leaving]
-                leaving = [key for key, num_bytes in part.events if num_bytes >= 0 and key not in ended]
+            own = [index for index, (key, num_bytes) in enumerate(events) if num_bytes >= 0 and key in self.gradients]
+            if part.place[0] == name and own:
+                complete = own[-1] + 1
+                events[complete:complete] = [(key, -1) for key in leaving]
+                leaving = [part.events[index][0] for index in own]
             parts.append(replace(part, events=events))
-        return Tape(parts)
+        parts[-1].events.extend((key, -1) for key in leaving)
+        return Tape(parts, self.gradients)
 
-    def with_added_gradients(self) -> Tape:
-        """Return the tape of a step whose gradients are added to others as soon as they are made."""
+    def with_added_gradients(self, *, by_block: bool = False) -> Tape:
+        """Return the tape of a step whose gradients are added to others as soon as they are made.
+
+        ``by_block`` says that a block's are given all at once, as those of what is computed again are.
+        """
         before_updates = [part for part in self.parts if not part.place[0].startswith(UPDATE)]
         ended = {key for part in before_updates for key, num_bytes in part.events if num_bytes < 0}
         parts, added = [], set[Key]()
         for part in self.parts:
             is_backward = part.place[0].startswith(BACKWARD)
-            events = list[tuple[Key, int]]()
+            events, waiting = list[tuple[Key, int]](), list[Key]()
+            count = sum(key in self.gradients for key, _ in part.events) if by_block else 0
             for key, num_bytes in part.events:
                 if key in added:
                     continue
                 events.append((key, num_bytes))
                 if is_backward and num_bytes >= 0 and key not in ended:
-                    events.append((key, -1))
                     added.add(key)
+                    waiting.append(key)
+                    count -= key in self.gradients
+                    if count <= 0:
+                        events += [(key, -1) for key in waiting]
+                        waiting.clear()
             parts.append(replace(part, events=events))
-        return Tape(parts)
+        return Tape(parts, self.gradients)
 
     def work(self, num_blocks: Mapping[str, int]) -> Counter[Kernel]:
         """Return all work of such a step."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,6 +103,11 @@ class Recorder(TorchDispatchMode):
     def key(self, tensor: Tensor) -> Key | None:
         """Return a tensor's name on the tape, if it is the step's."""
         return self._keys.get(tensor.untyped_storage()._cdata)
+
+    def keys(self, tensors: Iterable[Tensor | None]) -> frozenset[Key]:
+        """Return the names of those that there are, sums by the name of the tensor whose memory they have."""
+        found = (self.key(tensor) for tensor in tensors if tensor is not None)
+        return frozenset(self._in_place_of.get(key, key) for key in found if key is not None)
 
     def _note(self, tensor: Tensor) -> bool:
         """Write down a tensor, once for all that share its memory; say whether it is new."""

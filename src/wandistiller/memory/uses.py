@@ -205,6 +205,7 @@ class Use:
             vae = materialise(recorder, self.pixels.build()) if self.pixels is not None else None
             try:
                 self._step(recorder, model, vae)
+                recorder.tape.gradients = recorder.keys(each.grad for block in blocks for each in block.parameters())
             finally:
                 if policy is not None:
                     policy.detach()

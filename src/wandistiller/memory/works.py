@@ -19,6 +19,7 @@ from wandistiller.memory.host_adamw import UPDATE_TRAFFIC
 from wandistiller.memory.optimiser_bytes import OptimiserChoice
 from wandistiller.memory.placed_durations import forward_seconds, gathered_seconds, placed_seconds
 from wandistiller.memory.placement import Subject
+from wandistiller.memory.residents import spread_evenly
 from wandistiller.memory.scene import FEATURES, Made, Scene
 from wandistiller.memory.stage import HOST_STATE, NOTHING, Moment, Placing, Stage, left_by
 from wandistiller.memory.uses import Features, Use
@@ -120,13 +121,13 @@ class Training:
             stage.place_slices(self.teacher, self.teacher_slices)
         elif self.teacher is not None:
             stage.place(self.teacher, self.teacher_placing, is_guest=True)
-        scene, stepped = stage.scene, self._stepped
+        scene, stepped = stage.scene, self.stepped
         if student.pixels is not None:
             scene.hold("vae", "weights", student.pixels.weights)
         scene.hold(student.name, "optimiser", _cut(self.optimiser.masters(stepped), slices))
         if self.averages:  # each where its weight is
             scene.hold(student.name, "average", _cut([4 * each.numel() for each in stepped], slices))
-            stage.add(student.name, "average", "host", 4 * self._num_on_host)
+            stage.add(student.name, "average", "host", 4 * self.num_on_host)
         if hardware.num_ranks > 1 or self.is_sliced:
             gradients = [each.nbytes for each in stepped]
             # DDP collects gradients in buckets beside them; slices of them stay for the optimiser.
@@ -145,7 +146,7 @@ class Training:
             stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
         for step in range(2):
             given = self._ask(stage, hardware)
-            played = None if self.is_recorded else stage.play(computed, given=given)
+            played = None if self.is_recorded else stage.play(computed, given=given, staying=self._resident)
             if played is not None and self.accumulation > 1:
                 given = self._ask(stage, hardware, left_by(student, played))
                 scene.drop(stage.play_again(computed, played, given=given))
@@ -165,7 +166,7 @@ class Training:
             ):  # any shape may be the last, beside all others and what the optimiser keeps by then
                 self._try_out(stage, trial)
         if self.drawing is not None:
-            self.drawing.play(stage, _cut([each.nbytes for each in student.trained], slices) if self.averages else [])
+            self.drawing.play(stage, _cut([each.nbytes for each in stepped], slices) if self.averages else [])
         seconds = self.seconds(hardware)
         exchange = self.exchange_seconds(hardware) + self._num_passes * self._teacher_exchange(hardware)
         waits = seconds - self.seconds(hardware, waits=False) if exchange else 0.0
@@ -181,8 +182,10 @@ class Training:
             played = stage.play(self.teacher, there, keeps=() if given else keeps)
             stage.scene.drop(played)
             if played.results:
-                given = played.results
-                there = {**there, (self.teacher.name, FEATURES): stage.scene.size(given)}
+                # Of a student that is deeper than its teacher several blocks follow the same one.
+                results = dict(zip(dict.fromkeys(keeps), played.results, strict=True))
+                given = [results[block] for block in keeps]
+                there = {**there, (self.teacher.name, FEATURES): stage.scene.size(played.results)}
         return given
 
     def _record(self, stage: Stage, hardware: Hardware) -> int:
@@ -193,7 +196,7 @@ class Training:
         are still there while forward is recorded.
         """
         scene, student = stage.scene, self.student
-        scene.hold(student.name, "added gradients", [each.nbytes for each in self._stepped])
+        scene.hold(student.name, "added gradients", [each.nbytes for each in self.stepped])
         recording = Scene()
         recording.hold("", "libraries", [hardware.card.workspace] if hardware.card is not None else [])
         libraries = recording.allocated
@@ -257,7 +260,7 @@ class Training:
 
     def _seconds_on_host(self, placed: Seconds, hardware: Hardware) -> float:
         """Return the time of a step whose blocks are updated in host memory, from that of a pass."""
-        count = sum(each.numel() for each in self.student.trained)
+        count = self.num_on_host
         width = self.student.dtype.itemsize
         # Of several backwards each waits until its gradients are in the sums.
         adding = count * (_SUM_TRAFFIC + width) / hardware.update_rate if self.accumulation > 1 else 0.0
@@ -326,19 +329,27 @@ class Training:
     @property
     def optimiser_bytes(self) -> int:
         """What the optimiser keeps, on the device and in host memory."""
-        stepped = self._stepped
-        return sum((*self.optimiser.masters(stepped), *self.optimiser.state(stepped))) + HOST_STATE * self._num_on_host
+        stepped = self.stepped
+        return sum((*self.optimiser.masters(stepped), *self.optimiser.state(stepped))) + HOST_STATE * self.num_on_host
 
     @property
-    def _num_on_host(self) -> int:
+    def num_on_host(self) -> int:
         """Weights that are updated in host memory."""
-        return sum(each.numel() for each in self.student.trained) - sum(each.numel() for each in self._stepped)
+        return sum(each.numel() for each in self.student.trained) - sum(each.numel() for each in self.stepped)
 
     @property
-    def _stepped(self) -> list[nn.Parameter]:
-        """Return what an optimiser on the device changes."""
-        blocks = {id(each) for each in self.student.model.get_submodule("blocks").parameters()}
-        return [each for each in self.student.trained if not (self.is_on_host and id(each) in blocks)]
+    def stepped(self) -> list[nn.Parameter]:
+        """What an optimiser on the device changes: all but blocks that are streamed and trained, of which some may stay."""
+        if not self.is_on_host:
+            return self.student.trained
+        streamed = {id(member.tensor) for layout in self.placing.plan(self.student).layouts for member in layout.members}
+        return [each for each in self.student.trained if id(each) not in streamed]
+
+    @property
+    def _resident(self) -> frozenset[int]:
+        """Blocks that stay on the device where the others are streamed and trained."""
+        resident = self.placing.resident if self.is_on_host else 0
+        return frozenset(spread_evenly(self.student.num_blocks, resident))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,12 +71,12 @@ def least_of_training(work: Training, hardware: Hardware) -> Least:
     """Return what a training takes at least."""
     slices = work.slices(hardware)
     student = work.student
-    stepped = [] if work.is_on_host else student.trained
+    stepped = work.stepped
     held = _weights(student, work.placing) if slices == 1 else sum(each.nbytes for each in student.model.parameters())
     held += sum(batch_bytes(student)) * work.accumulation
     held += sum(work.optimiser.masters(stepped)) + sum(work.optimiser.state(stepped))
     if work.averages:
-        held += sum(4 * each.numel() for each in (stepped if work.is_on_host else student.trained))
+        held += sum(4 * each.numel() for each in stepped)
     # Those of masters take the place of others, half as large.
     gradients = sum(4 * each.numel() if work.optimiser.has_master(each) else each.nbytes for each in stepped)
     update = gradients + sum(work.optimiser.scratch(stepped))
@@ -86,8 +86,7 @@ def least_of_training(work: Training, hardware: Hardware) -> Least:
         host = _on_host(work.teacher, work.teacher_placing)
         may_stay = host if may_have_residents(work.teacher, work.teacher_placing) else 0
     if work.placing.is_streamed:
-        count = sum(each.numel() for each in student.model.get_submodule("blocks").parameters()) if work.is_on_host else 0
-        on_host = max(hardware.num_cards, 1) * (_on_host(student, work.placing) + HOST_STATE * count)
+        on_host = max(hardware.num_cards, 1) * (_on_host(student, work.placing) + HOST_STATE * work.num_on_host)
         host += on_host
         may_stay += on_host if may_have_residents(student, work.placing) else 0
     return Least(held // slices + teacher, least_kept(student), update // slices, host, may_stay)

@@ -120,7 +120,8 @@ class Optimisation:
         self._keeps_gradients = keeps_gradients
         # float16 gradients below 6e-8 would vanish, so the loss is scaled up and gradients down again.
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-        is_short = {name for name, parameter in self.parameters.items() if parameter.dtype.itemsize < 4}
+        # In order: that in which copies are made decides how they lie in memory.
+        is_short = [name for name, parameter in self.parameters.items() if parameter.dtype.itemsize < 4]
         self._flags = optimiser_flags(options.name, options.rounding, is_short=bool(is_short))
         self._masters: dict[str, nn.Parameter] = {}
         if is_short and options.rounding == "masters":
