@@ -86,7 +86,7 @@ def _losers(plan: Plan) -> list[str]:
     for name, options in groups.items():
         nearest = min(options, key=size)
         count = f" ({len(options)} ways, the smallest of them)" if len(options) > 1 else ""
-        told = (name if count else flags(nearest)) or name or "as asked for"
+        told = (name if count and name else flags(nearest)) or name or "as asked for"
         lines.append(f"{told}{count}: {'; '.join(nearest.lacks)}")
     return lines
 

@@ -121,11 +121,12 @@ class OneTeacher:
         own, count = self._use.latent_shape[0], self._use.batch_size
         asked = {"latents": _of_size(_with_channels(noisy, own), count), "sigma": _of_size(sigma, count)}
         asked["text"] = _of_size(text, count)
-        with tapped(self._model, blocks) as features:
-            plain = velocity = _call(self._model, self._use, asked)
-            kept = list(features)
-        if scale != 1.0:
-            velocity = guide(plain, _call(self._model, self._use, asked), scale)
+        with torch.autocast(noisy.device.type, enabled=False):
+            with tapped(self._model, blocks) as features:
+                plain = velocity = _call(self._model, self._use, asked)
+                kept = list(features)
+            if scale != 1.0:
+                velocity = guide(plain, _call(self._model, self._use, asked), scale)
         velocity, plain = (_with_channels(each, self._channels) for each in (velocity, plain))
         answer = Answer(_of_size(velocity, len(noisy)), _of_size(plain, len(noisy)), kept)
         if self._most_answers is not None:
@@ -154,6 +155,8 @@ def _passes(work: Passes, device: torch.device, ends: Ends) -> Callable[[int], N
     _, model = build_placed(work.use, work.placing, device, ends)
     held = [torch.empty(size, dtype=torch.uint8, device=device) for size in work.held]
     inputs = tensors_of(work.use, device)
+    del inputs["noise"]
+    inputs["text"] = inputs["text"].to(work.use.dtype)  # as an encoder gives it
     ends.callback(held.clear)
 
     def step(number: int) -> None:

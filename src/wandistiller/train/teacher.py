@@ -100,7 +100,8 @@ class Teacher:
         self._experts.release()
 
     def _ask(self, expert: int, noisy: Tensor, sigma: Tensor, text: Tensor, scale: float, blocks: Sequence[int]) -> Answer:
-        with working_with("teacher"):
+        # In its own precision, as where it is asked beforehand: a student's autocast would cast its weights in each pass.
+        with working_with("teacher"), torch.autocast(self._device.type, enabled=False):
             model = self._experts.expert(expert)
             with tapped(model, blocks) as features:
                 plain = velocity = self._call(model, noisy, sigma, text)

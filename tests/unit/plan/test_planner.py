@@ -347,7 +347,7 @@ def test_what_is_hopeless_is_said_role_by_role(capsys):
         (["plan", "train", "--model", "wan2.1-1.3b", "--placement", "offload", *MACHINE, "--gpus", "8"], "cannot each offload"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--parallel", "fsdp", *MACHINE], "this is a plan for one"),
         (["plan", *TRAIN, "--parallel", "hsdp", "--shard-size", "3", *MACHINE, "--gpus", "4"], "into groups of 3"),
-        (["plan", *DISTILL, "--teacher-device-strategy", "sharded", *MACHINE], "sharded was given, but torchrun"),
+        (["plan", *DISTILL, "--teacher-device-strategy", "sharded", *MACHINE], "sharded is for several GPUs, and this is a plan for one"),
         (["plan", "train-vae", "--model", "wan2.1-1.3b", "--cuda-graphs", *MACHINE], "no plan yet for a VAE"),
         (["plan", "train-vae", "--model", "tiny", "--parallel", "fsdp", *MACHINE, "--gpus", "2"], "with --parallel fsdp"),
         (["plan", "sample", "--model", "wan2.1-14b", "--image", "a.png", *MACHINE], "draws from text alone"),
@@ -403,7 +403,7 @@ def test_a_plan_for_the_cpu_speaks_of_no_card(capsys):
     assert main(["plan", *sample, "--card", "rtx4090", "--ram", "8GiB"]) == 1
     said = capsys.readouterr().out
     assert "memory" in next(line for line in said.splitlines() if "phase" in line) and "card" not in said
-    assert "--vae-dtype bfloat16: needs " in said, "a way that its policy and place do not tell apart"
+    assert "--vae-dtype bfloat16 --dtype bfloat16 (" in said, "a way that its policy and place do not tell apart"
     assert not any(line.startswith(":") for line in said.splitlines())
 
 

@@ -102,6 +102,13 @@ def test_an_expert_that_others_ask_computes_along_and_changes_nothing(models, qu
     torch.testing.assert_close(answer.velocity, direct(models[0], *question))
 
 
+def test_a_teacher_answers_in_its_own_precision_inside_of_a_students_autocast(models, question):
+    teacher = Teacher(Shelf(models, boundary=0.1), torch.zeros(16, 32), device=CPU, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        answer = teacher.answer(*question)
+    torch.testing.assert_close(answer.velocity, direct(models[0], *question))
+
+
 def test_taps_collect_in_order_and_leave_no_trace(models, question):
     with tapped(models[0], [0, 2]) as found:
         direct(models[0], *question)
