@@ -401,7 +401,7 @@ def test_an_average_of_offloaded_weights_is_taken_where_they_are_updated(clips):
     assert work.seconds(replace(CARD, host_rate=1e3)) == pytest.approx((UPDATE_TRAFFIC + 8) * BLOCKS / 1e3, rel=1e-2)
     found, on_card = (sizes(work.phase(CARD), where) for where in ("host", "device"))
     # Each tensor on the card is rounded up to what its allocator gives out.
-    assert found[("student", "average")] + on_card[("student", "average")] == pytest.approx(4 * count, rel=1e-3)
+    assert found[("student", "average")] + on_card[("student", "average")] == pytest.approx(4 * COUNT, rel=1e-3)
     assert found[("student", "average")] == 4 * sum(each.numel() for each in student.model.blocks.parameters())
 
 
