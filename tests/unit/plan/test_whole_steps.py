@@ -30,7 +30,7 @@ LARGE = use("wan2.1-14b", layers=8, shape=(1, 60, 104), name="teacher")
 WORKS = {
     "plain": Training(student=trained(batch_size=2)),
     "averaged, to host": Training(student=trained(policy="selective", to_host=True, shape=(5, 30, 52)), averages=True),
-    "recomputed, added up": Training(student=trained(policy="full", batch_size=2), accumulation=2),
+    "recomputed, added up": Training(student=trained(policy="full", precision="no", shape=(1, 4, 4)), accumulation=2),
     "masters": Training(student=trained(**SHORT, policy="full"), averages=True),
     "at random": Training(student=trained(**SHORT, policy="full"), optimiser=OptimiserChoice("adamw", "stochastic")),
     "adafactor": Training(student=trained(policy="full"), optimiser=OptimiserChoice("adafactor")),
