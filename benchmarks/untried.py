@@ -97,7 +97,8 @@ def training(draw: Draw) -> Work:
         use = Use(trains="everything", **common)
         if draw.maybe("offload", 0.4):
             return Training(student=use, placing=Placing(name="offload"), accumulation=accumulation, averages=averages)
-        optimiser = OptimiserChoice(draw.one(("adamw", "adafactor")), draw.one(("masters", "stochastic")))
+        name, rounding = draw.one(("adamw", "adafactor")), draw.one(("masters", "stochastic"))
+        optimiser = OptimiserChoice(name, rounding if name == "adamw" else "masters")  # as runs have it
         return Training(student=use, optimiser=optimiser, accumulation=accumulation, averages=averages)
     use = Use(trains="everything", dtype=torch.float32, precision=draw.one(("bf16", "fp16")), **common)
     optimiser = OptimiserChoice(draw.one(("adamw", "adafactor")))

@@ -18,6 +18,7 @@ from wandistiller.memory.subjects import choose_placement
 from wandistiller.memory.uses import Adapters, PixelDecoder, Use
 from wandistiller.memory.works import Drawing, Passes, Training, foreseen_placing
 from wandistiller.models.sizes import SIZES, TINY_VAE
+from wandistiller.models.vae_tiles import TILE, _cut
 from wandistiller.units import Bytes
 
 CARD = described(card="rtx4090", host_memory=Bytes(2**36))
@@ -220,6 +221,23 @@ def test_pictures_drawn_while_training_need_a_vae_beside_the_optimiser():
     alone = decoding.phase(CARD)
     held = sum(sizes(drawn)[("student", kind)] for kind in ("weights", "optimiser", "average"))
     assert drawn.peak >= alone.peak + held and drawn.reserved > without.reserved
+
+
+def test_what_is_put_aside_for_pictures_is_where_it_was():
+    """Averages of offloaded weights take the place of those in host memory."""
+    decoding = Decoding(config=TINY_VAE, latent_shape=(8, 2, 64, 64), dtype=torch.float32)
+    work = Training(student=TRAINED, placing=Placing(name="offload"), averages=True)
+    drawn = replace(work, drawing=Drawing(student=USE.changed(is_streamed=True), decoding=decoding)).phase(CARD)
+    assert sizes(drawn)[("student", "weights put aside")] == pytest.approx(WEIGHTS - 4 * BLOCKS, rel=0.01)
+
+
+@pytest.mark.parametrize("side", [20, 24, 25, 49, 73, 80, 100, 121])
+def test_tiles_that_are_played_are_as_large_as_the_largest(side):
+    decoding = Decoding(config=TINY_VAE, latent_shape=(8, 9, side, 24), dtype=torch.float32, is_tiled=True)
+    largest = [
+        max(tile.rows.stop - tile.rows.start for tile in _cut(length, 24, TILE)) for length in (side, decoding._kept_shape[2])
+    ]
+    assert largest[0] == largest[1] and decoding._kept_shape[2] <= side
 
 
 @pytest.mark.parametrize("name", ["balanced", "sequential"])

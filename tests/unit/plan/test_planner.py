@@ -338,6 +338,10 @@ def test_what_is_hopeless_is_said_role_by_role(capsys):
         (["plan", "sample", "--model", "wan2.1-1.3b", "--width", "830", *MACHINE], "Take --width 832 or 816"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpus", "2"], "Which 2 GPUs there will be is not known"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpus", "0", "--device", "cuda"], "a machine without a GPU"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--device", "tpu", *MACHINE], "--device tpu is not a device"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--device", "mps", *MACHINE], "no plan yet for --device mps"),
+        (["plan", "train", "--model", "", *MACHINE], "nothing to plan without a model"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--gpuu", "24GiB"], "no flag --gpuu; did you mean --gpu?"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--write", "plan.txt"], "no TOML file"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "0GB/s"], "--bus 0GB/s would take for ever"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "0GiB"], "--gpu 0GiB is no memory"),
@@ -393,6 +397,44 @@ def test_a_map_is_checked_for_the_machine_that_is_planned_for(content, message, 
     assert message in capsys.readouterr().err
 
 
+def test_a_plan_says_what_it_is_for(capsys):
+    flags = [*TRAIN[:3], "--frames", "5", "--width", "256", "--height", "128", "--max-aspect", "1", "--lora-rank", "4"]
+    assert main(["plan", *flags, "--batch-size", "2", "--gradient-accumulation", "3", *MACHINE]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Planning train of wan2.1-1.3b, 3 batches of 2 clips of 256x128 and 5 frames a step, for rtx4090" in said
+    assert main(["plan", "sample", "--model", "tiny", "--output", "x.png", "--json", *MACHINE]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "tiny"
+    assert found["samples"] == {"frames": 1, "height": 64, "width": 64, "batch_size": 1, "num_batches": 1}
+
+
+def test_files_that_are_not_here_are_named(tmp_path, capsys):
+    data, absent = tmp_path / "data", tmp_path / "held out"
+    data.mkdir()
+    flags = ["--dataset-path", str(data), "--held-out", str(absent), "--json"]
+    assert main(["plan", "train", "--model", "tiny", "--lora-rank", "2", *flags, *MACHINE]) == 0
+    assert json.loads(capsys.readouterr().out)["not_here"] == [str(absent)]
+
+
+def test_machines_without_cards_are_started_too(capsys):
+    flags = ["--model", "tiny", "--frames", "1", "--gpus", "0", "--nodes", "2", "--ram", "64GiB"]
+    assert main(["plan", "train", *flags]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the CPU alone, with 64.0 GiB of memory, 2 machines" in said and "--nproc-per-node=1 " in said
+
+
+def test_the_cpu_may_compute_in_half_the_memory():
+    plan = make_plan(parse("plan", ["sample", "--model", "wan2.1-1.3b", "--gpus", "0", "--ram", "16GiB"]))
+    assert not plan.asked.fits and dict(plan.best.changes) == {"dtype": "bfloat16"} and not plan.best.way.is_exact
+
+
+def test_help_is_of_the_plan(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "train", "--help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and "wandistiller train --help" in said and "--ram" in said and "--lora-rank" not in said
+
+
 def test_a_job_for_the_cpu_is_planned_for_the_cpu():
     plan = plan_of(*TRAIN, "--lora-rank", "4", "--device", "cpu")
     assert plan.hardware.card is None and plan.hardware.host_memory == 2**36 and "--device cpu" in plan.command
@@ -403,7 +445,7 @@ def test_a_plan_for_the_cpu_speaks_of_no_card(capsys):
     assert main(["plan", *sample, "--card", "rtx4090", "--ram", "8GiB"]) == 1
     said = capsys.readouterr().out
     assert "memory" in next(line for line in said.splitlines() if "phase" in line) and "card" not in said
-    assert "--vae-dtype bfloat16 --dtype bfloat16 (" in said, "a way that its policy and place do not tell apart"
+    assert "--dtype bfloat16 (3 ways" in said, "a way that its policy and place do not tell apart"
     assert not any(line.startswith(":") for line in said.splitlines())
 
 

@@ -11,6 +11,8 @@ from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
 from wandistiller.memory.estimates import Estimate, Phase
 from wandistiller.memory.hardware import described
+from wandistiller.memory.uses import Use
+from wandistiller.memory.works import Training
 from wandistiller.models.shapes import Shapes, find_shapes
 from wandistiller.models.sizes import SIZES
 from wandistiller.plan.bounds import Least, least_on_card
@@ -93,6 +95,43 @@ def test_what_the_host_has_no_room_for_is_not_played_through():
     )
     search.run([way(1, 1.0), way(60, 1.0), way(50, 1.0)])
     assert [each.lacks for each in search.found] == [(), ("needs more than 60.0 GiB of host memory, 57.6 GiB may be used",), ()]
+
+
+def test_blocks_that_may_stay_on_the_card_need_no_room_on_the_host():
+    """Of 60 GiB 10 fit beside 10 on a card with 23 for tensors; a way whose blocks may not stay is left out."""
+    search = Search(
+        predict=lambda changes: Estimate(phases=(Phase(name="training", seconds=1.0),)),
+        least_on_card=lambda changes: Least(held=10 * GIB, host=60 * GIB, may_stay=changes["gib"] * GIB),
+        hardware=CARD,
+        resident_field="resident",
+    )
+    search.run([way(0, 1.0), way(60, 1.0), way(1, 1.0)])
+    why = "needs more than 59.0 GiB of host memory, 57.6 GiB may be used"
+    assert [each.lacks for each in search.found] == [(), (), (why,)]
+
+
+def test_half_a_batch_is_not_played_through_where_half_of_what_the_whole_had_does_not_fit():
+    def predict(changes):
+        size = Bytes(round(changes["gib"] * GIB))
+        work = Training(student=Use(name="student", config=SIZES["tiny"].transformer, latent_shape=(8, 1, 8, 8)))
+        return Estimate(phases=(Phase(name="training", peak=size, reserved=size, passing=size, seconds=1.0, work=work),))
+
+    search = Search(predict=predict, least_on_card=lambda changes: Least(held=2 * GIB), hardware=CARD)
+    search.run([way(102, 1.0), way(52, 1.0, halvings=1), way(27, 1.0, halvings=2), way(14, 1.0, halvings=3)])
+    assert [each.lacks[0].split(" and")[0] if each.lacks else "" for each in search.found] == [
+        "needs 102.0 GiB",
+        "needs more than 52.0 GiB",
+        "needs more than 27.0 GiB",
+        "",
+    ]
+
+
+def test_a_loser_has_a_name_though_it_changes_nothing():
+    search = searched([way(30, 1.0), way(31, 1.0), way(10, 2.0, tier=1)])
+    plan = plan_of(search)
+    loser = replace(search.found[1], way=Way(changes={}))
+    (line,) = (line for line in reasons(replace(plan, losers=(loser,))) if ": needs 31.0 GiB" in line)
+    assert line.startswith("--placement gpu: ")
 
 
 def test_what_costs_accuracy_is_listed_and_chosen_only_where_nothing_else_fits():
