@@ -131,7 +131,7 @@ def test_a_loser_has_a_name_though_it_changes_nothing():
     plan = plan_of(search)
     loser = replace(search.found[1], way=Way(changes={}))
     (line,) = (line for line in reasons(replace(plan, losers=(loser,))) if ": needs 31.0 GiB" in line)
-    assert line.startswith("--placement gpu: ")
+    assert line.startswith("--activation-policy none --placement gpu: ")
 
 
 def test_what_costs_accuracy_is_listed_and_chosen_only_where_nothing_else_fits():
