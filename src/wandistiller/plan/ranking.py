@@ -26,7 +26,7 @@ def ranking(plan: Plan, top: int) -> Table:
     has_card = plan.hardware.card is not None
     time = "once loaded" if any(each.estimate.is_once for each in plan.ranked) else "step"
     for name in (time, *(("card", "host") if has_card else ("memory",)), "flags", "costs in accuracy"):
-        table.add_column(name, justify="left" if name in ("flags", "costs in accuracy") else "right")
+        table.add_column(name, justify="left" if name in ("flags", "costs in accuracy") else "right", overflow="fold")
     for each in plan.ranked[:top]:
         found = each.estimate
         cells = [seconds_text(each.seconds), *map(str, (found.device, found.host) if has_card else (found.memory,))]
@@ -73,11 +73,11 @@ def _about_accuracy(plan: Plan) -> list[str]:
 
 
 def _losers(plan: Plan) -> list[str]:
-    """Return a line for each policy and place of which nothing, or not all, fits."""
+    """Return a line for each policy and place of which nothing, or not all, fits; one for those with the same reason."""
     groups: dict[str, list[Option]] = {}
     for each in plan.losers:
         groups.setdefault(_group(plan.request.job, each.changes), []).append(each)
-    lines = []
+    alike, lines = dict[str, list[str]](), list[str]()
 
     def size(each: Option) -> tuple[int, int]:
         found = each.estimate
@@ -85,10 +85,12 @@ def _losers(plan: Plan) -> list[str]:
 
     for name, options in groups.items():
         nearest = min(options, key=size)
-        count = f" ({len(options)} ways, the smallest of them)" if len(options) > 1 else ""
+        count = f" ({len(options)} ways)" if len(options) > 1 else ""
         told = (name if count and name else flags(nearest)) or name or "as asked for"
-        lines.append(f"{told}{count}: {'; '.join(nearest.lacks)}")
-    return lines
+        alike.setdefault("; ".join(nearest.lacks), []).append(f"{told}{count}")
+    if any(len(options) > 1 for options in groups.values()):
+        lines.append("What does not fit; of several ways, by the smallest of them:")
+    return lines + [f"{', or '.join(told)}: {why}" for why, told in alike.items()]
 
 
 def _about_text(plan: Plan) -> list[str]:

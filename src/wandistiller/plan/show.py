@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wandistiller.memory.estimates import PROCESS, Estimate, Item, Phase, by_kind
+from wandistiller.memory.estimates import PROCESS, Estimate, Phase, by_kind
 from wandistiller.memory.hardware import Hardware
 from wandistiller.memory.step_limit import limit_of
 from wandistiller.plan.planner import Plan, model_of
@@ -118,7 +118,7 @@ def _phases(estimate: Estimate, title: str, hardware: Hardware) -> Table:
             what = f"{role} {kind}".strip()
             sizes = [cells.get(where, "") for where in places]
             table.add_row(phase.name if number == 0 else "", what, *sizes)
-        held = f"in use {phase.peak}, [bold]reserved {phase.reserved}[/bold]"
+        held = f"in use {phase.peak},\n[bold]reserved {phase.reserved}[/bold]"
         if phase.is_least:
             table.add_row("", "[bold]at least[/bold], which is hopeless", f"[bold]{phase.peak}[/bold]", end_section=True)
             continue
@@ -138,15 +138,12 @@ def _all_in_memory(phase: Phase) -> Phase:
 
 
 def _rows(phase: Phase) -> dict[tuple[str, str], dict[str, str]]:
+    """Return what there is at the worst moment, and in brackets the most that there is at another."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for (role, kind, where), item in by_kind(phase.items).items():
-        rows.setdefault((role, kind), {})[where] = str(item.at_peak) if item.at_peak == item.size else _twice(item)
+        now, most = str(item.at_peak or "-"), str(item.size)
+        rows.setdefault((role, kind), {})[where] = now if now == most else f"{now} ({most})"
     return rows
-
-
-def _twice(item: Item) -> str:
-    """What there is at the worst moment, and in brackets the most that there is at another."""
-    return f"{item.at_peak or '-'} ({item.size})"
 
 
 def _option(option: Option, hardware: Hardware) -> dict[str, Any]:

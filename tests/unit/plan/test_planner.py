@@ -445,7 +445,7 @@ def test_a_plan_for_the_cpu_speaks_of_no_card(capsys):
     assert main(["plan", *sample, "--card", "rtx4090", "--ram", "8GiB"]) == 1
     said = capsys.readouterr().out
     assert "memory" in next(line for line in said.splitlines() if "phase" in line) and "card" not in said
-    assert "--dtype bfloat16 (3 ways" in said, "a way that its policy and place do not tell apart"
+    assert "--dtype bfloat16 (3 ways)" in said, "a way that its policy and place do not tell apart"
     assert not any(line.startswith(":") for line in said.splitlines())
 
 
