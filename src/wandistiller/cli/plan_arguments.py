@@ -58,7 +58,7 @@ def _check_names(flags: Sequence[str]) -> None:
     for flag in (each.partition("=")[0] for each in flags if each.startswith("--")):
         close = difflib.get_close_matches(flag, known, n=1, cutoff=0.85)
         if close and flag not in known:
-            raise UsageError(f"There is no flag {flag}; did you mean {close[0]}?", fix="Correct it.")
+            raise UsageError(f"There is no flag {flag}; did you mean {close[0]}?", fix=f"Write {close[0]}, or leave it away.")
 
 
 def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:

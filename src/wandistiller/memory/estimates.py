@@ -73,7 +73,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a step is about: the largest pictures or clips that there will be."""
+    """What a step of one process is about: the largest pictures or clips that there will be."""
 
     frames: int
     height: int

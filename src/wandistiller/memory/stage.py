@@ -242,7 +242,8 @@ class Stage:
         held = self.scene.held | dict(there)
         played = self.scene.play(tape, repeats, keeps=keeps, given=given, staying=staying)
         self._passing = max(self._passing, played.peak)
-        self._moments.append({**held, **{(role, kind): size for kind, size in played.at_peak.items()}})
+        own = {(role, kind): Bytes(held.get((role, kind), 0) + size) for kind, size in played.at_peak.items()}
+        self._moments.append({**held, **own})
         # What was kept may have been used up at the worst moment, and gradients be there instead.
         features = self.scene.size(played.results)
         self._apart.append(

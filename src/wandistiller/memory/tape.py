@@ -142,7 +142,7 @@ class Tape:
         for part in self.parts:
             is_backward = part.place[0].startswith(BACKWARD)
             events, waiting = list[tuple[Key, int]](), list[Key]()
-            count = sum(key in self.gradients for key, _ in part.events) if by_block else 0
+            count = sum(key in self.gradients and key not in ended for key, _ in part.events) if by_block else 0
             for key, num_bytes in part.events:
                 if key in added:
                     continue

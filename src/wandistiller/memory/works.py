@@ -186,6 +186,10 @@ class Training:
                 results = dict(zip(dict.fromkeys(keeps), played.results, strict=True))
                 given = [results[block] for block in keeps]
                 there = {**there, (self.teacher.name, FEATURES): stage.scene.size(played.results)}
+        if given and self.teacher_serves > 1:
+            stage.scene.hold(self.teacher.name, "features for another rank", [stage.scene.size(dict.fromkeys(given))])
+            stage.scene.drop(stage.play(self.teacher, there))
+            stage.scene.let_go(self.teacher.name, "features for another rank")
         return given
 
     def _record(self, stage: Stage, hardware: Hardware) -> int:

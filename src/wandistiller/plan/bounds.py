@@ -59,7 +59,7 @@ def least_on_card(job: Any, shapes: Shapes, hardware: Hardware) -> Least:
         job = with_sizes(job, student)
         pixels = planned_pixels(job, shapes.vae, common_patch(student.config, shapes.transformers[0]))
         work = distill_work(job, shapes, student.config, hardware, pixels)
-        is_alone = job.is_stored or job.strategy in ("sharded", "auto")
+        is_alone = job.strategy in ("sharded", "auto")  # which is no part of what a rank holds, or not yet known
         return least_of_training(replace(work, teacher=None) if is_alone else work, hardware)
     if isinstance(job, TrainVaeConfig):
         least = vae_step(job, shapes, hardware).least(hardware)

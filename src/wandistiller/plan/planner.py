@@ -161,7 +161,8 @@ def make_plan(request: PlanRequest) -> Plan:
     )
     asked = _stands_for([each for each in fitting if is_left_to_the_program(job, each.changes, request.given)])
     asked = asked or search.found[0]
-    losers = [each for each in search.found if not each.fits and each is not asked]
+    with_residents = [{name: value for name, value in each.changes.items() if name != resident} for each in fitting]
+    losers = [each for each in search.found if not (each.fits or each is asked or each.changes in with_residents)]
     return Plan(request, hardware, asked, tuple(fitting), tuple(losers), tuple(search.untried))
 
 

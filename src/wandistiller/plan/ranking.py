@@ -11,6 +11,7 @@ from rich.table import Table
 
 from wandistiller.config.command import flag_words
 from wandistiller.config.sample import SampleConfig
+from wandistiller.memory.estimates import HOST_SHARE
 from wandistiller.plan.candidates import Changes
 from wandistiller.plan.planner import Plan
 from wandistiller.plan.search import Option
@@ -79,9 +80,11 @@ def _losers(plan: Plan) -> list[str]:
         groups.setdefault(_group(plan.request.job, each.changes), []).append(each)
     alike, lines = dict[str, list[str]](), list[str]()
 
-    def size(each: Option) -> tuple[int, int]:
-        found = each.estimate
-        return (found.device, found.host) if plan.hardware.card is not None else (found.memory, 0)
+    def size(each: Option) -> float:
+        """Return how many times what there is a way takes, of what it lacks most."""
+        found, hardware = each.estimate, plan.hardware
+        on_host = found.host if hardware.card is not None else found.memory
+        return max(found.device / hardware.room, on_host / (HOST_SHARE * hardware.host_memory))
 
     for name, options in groups.items():
         nearest = min(options, key=size)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wandistiller.memory.estimates import HOST_SHARE, Estimate, Phase, fits, fits_host, margin
+from wandistiller.memory.estimates import HOST_SHARE, Estimate, Item, Phase, fits, fits_host, margin
 from wandistiller.memory.hardware import Hardware
 from wandistiller.plan.bounds import Least
 from wandistiller.plan.candidates import Changes, Way
@@ -135,7 +135,8 @@ class Search:
             may_be_used = Bytes(int(HOST_SHARE * self.hardware.host_memory))
             lack = f"needs more than {on_host} of host memory, {may_be_used} may be used"
         if lack:
-            phase = Phase(name="training", peak=total, reserved=total, seconds=float("inf"), is_least=True)
+            items = (Item("", "weights", "host", on_host, is_shared=True),)
+            phase = Phase(name="training", items=items, peak=total, reserved=total, seconds=float("inf"), is_least=True)
             yield Option(way, Estimate(phases=(phase,)), (lack,))
             return
         option = self._option(way)
@@ -198,7 +199,7 @@ def _activations(way: Way) -> Hashable:
     names = ("weights_dtype", "parallel", "placement")
     teacher = way.changes.get("teacher_device_strategy")
     # Slices of a teacher are no part of what is held at least, and the CPU's teacher computes nothing on the card.
-    how = teacher if teacher in ("cpu", "sharded") else "on the card"
+    how = teacher if teacher in ("cpu", "sharded", None) else "on the card"
     return (way.policy, how, *(way.changes.get(name) for name in names))
 
 

@@ -57,7 +57,8 @@ def _subject(plan: Plan) -> str:
     """Return what is planned: the command, the model, and the samples of a step as they were asked for."""
     named = f"{plan.request.command} of {model_of(plan.request.job)}"
     samples = plan.asked.estimate.samples
-    return named if samples is None else f"{named}, {samples}{'' if plan.asked.estimate.is_once else ' a step'}"
+    each = " on each card" if plan.hardware.num_ranks > 1 else ""
+    return named if samples is None else f"{named}, {samples}{'' if plan.asked.estimate.is_once else f' a step{each}'}"
 
 
 def describe(hardware: Hardware) -> str:

@@ -124,7 +124,7 @@ class OneTeacher:
         with torch.autocast(noisy.device.type, enabled=False):
             with tapped(self._model, blocks) as features:
                 plain = velocity = _call(self._model, self._use, asked)
-                kept = list(features)
+                kept = [each.to(noisy.device) for each in features]
             if scale != 1.0:
                 velocity = guide(plain, _call(self._model, self._use, asked), scale)
         velocity, plain = (_with_channels(each, self._channels) for each in (velocity, plain))

@@ -105,7 +105,8 @@ class Teacher:
             model = self._experts.expert(expert)
             with tapped(model, blocks) as features:
                 plain = velocity = self._call(model, noisy, sigma, text)
-                kept = list(features)
+                # Blocks that are spread over devices give where they compute.
+                kept = [each.to(self._device) for each in features]
             if needs_unconditional(scale):
                 empty = self._empty_text.to(text.device).expand(len(noisy), -1, -1)
                 velocity = guide(plain, self._call(model, noisy, sigma, empty), scale)
@@ -203,6 +204,7 @@ class ServedTeacher:
             for feature in found.features:
                 dist.send(torch.tensor(feature.shape, device=self._device), rank)
                 dist.send(feature.contiguous().float(), rank)
+            del found  # before the next one is made
         assert mine is not None
         return mine
 

@@ -230,6 +230,13 @@ def test_more_host_memory_never_makes_it_slower():
     assert small.way.tier == large.way.tier == 0 and large.seconds == pytest.approx(small.seconds)
 
 
+def test_a_way_that_fits_with_some_blocks_on_the_card_has_not_lost():
+    flags = ["train", "--model", "wan2.1-14b", "--lora-rank", "16", "--frames", "1", "--placement", "offload"]
+    flags += ["--weights-dtype", "bfloat16", "--activation-policy", "selective", "--no-activations-to-host"]
+    plan = make_plan(parse("plan", [*flags, "--card", "rtx4090", "--ram", "24GiB"]))
+    assert plan.best.changes.keys() == {"resident"} and not any(each.changes == {} for each in plan.losers)
+
+
 def test_features_of_a_teacher_cut_from_itself_are_planned():
     plan = make_plan(parse("plan", [*DISTILL, "--feature-weight", "1", "--card", "h200", "--ram", "64GiB"]))
     assert "student matched features" in {f"{item.role} {item.kind}" for item in plan.asked.estimate.phases[-1].items}

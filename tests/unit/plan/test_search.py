@@ -9,17 +9,18 @@ from wandistiller.config.distill import DistillConfig
 from wandistiller.config.plan import PlanConfig, PlanRequest
 from wandistiller.config.sample import SampleConfig
 from wandistiller.config.train import TrainConfig
-from wandistiller.memory.estimates import Estimate, Phase
+from wandistiller.memory.estimates import Estimate, Item, Phase
 from wandistiller.memory.hardware import described
 from wandistiller.memory.uses import Use
 from wandistiller.memory.works import Training
 from wandistiller.models.shapes import Shapes, find_shapes
 from wandistiller.models.sizes import SIZES
+from wandistiller.models.stored import TRANSFORMER, build_empty
 from wandistiller.plan.bounds import Least, least_on_card
 from wandistiller.plan.candidates import Way
 from wandistiller.plan.planner import Plan, make_plan
 from wandistiller.plan.ranking import reasons
-from wandistiller.plan.search import Search
+from wandistiller.plan.search import Option, Search
 from wandistiller.sample.prediction import predict_sample
 from wandistiller.train.prediction import predict_distill, predict_train
 from wandistiller.units import Bytes
@@ -124,6 +125,32 @@ def test_half_a_batch_is_not_played_through_where_half_of_what_the_whole_had_doe
         "needs more than 27.0 GiB",
         "",
     ]
+
+
+def test_of_several_losers_the_nearest_is_told_whatever_it_lacks():
+    """One that was left out by what it lacks of the host says little of the card."""
+    lack = "needs more than {} GiB of host memory, 57.6 GiB may be used"
+
+    def option(on_card, on_host, **changes):
+        items = (Item("student", "weights", "host", Bytes(on_host * GIB)),)
+        phase = Phase(name="training", items=items, reserved=Bytes(on_card * GIB), is_least=True)
+        return Option(way(0, 0, changes), Estimate(phases=(phase,)), (lack.format(on_host),))
+
+    losers = (option(5, 88, weights_dtype="float32"), option(10, 60, weights_dtype="bfloat16"))
+    plan = replace(plan_of(searched([way(10, 1.0)])), losers=losers)
+    (line,) = (line for line in reasons(plan) if "host memory" in line)
+    assert line.endswith(f"(2 ways): {lack.format(60)}")
+
+
+def test_a_teacher_that_is_asked_again_is_held_like_one_that_is_asked_in_each_step(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a prompt\n" * 8)
+    shapes, again = find_shapes("wan2.1-1.3b"), {"data_path": str(tmp_path / "prompts.txt"), "refresh_every": 5}
+    on_card, streamed = (
+        least_on_card(DistillConfig(teacher_path="wan2.1-1.3b", teacher_device_strategy=name, **again), shapes, CARD)
+        for name in ("gpu", "offload")
+    )
+    blocks = 30 * 2 * sum(each.numel() for each in build_empty(TRANSFORMER, {**shapes.transformers[0]}).blocks[0].parameters())
+    assert on_card.held - streamed.held == pytest.approx(28 / 30 * blocks, rel=0.01)
 
 
 def test_a_loser_has_a_name_though_it_changes_nothing():

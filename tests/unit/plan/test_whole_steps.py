@@ -55,6 +55,14 @@ WORKS = {
         teacher_placing=Placing(name="offload", resident=2),
         matches_features=True,
     ),
+    "features, guided": Training(
+        student=trained(policy="full", layers=3),
+        teacher=LARGE.changed(latent_shape=(16, 1, 30, 52)),
+        teacher_placing=OFFLOAD,
+        teacher_passes=2,
+        matches_features=True,
+    ),
+    "one block, added up": Training(student=trained(**SHORT, policy="full", layers=1), placing=OFFLOAD, accumulation=2),
     "features of one as wide": Training(
         student=trained(policy="full", batch_size=8),
         teacher=use(layers=12, batch_size=8, name="teacher"),

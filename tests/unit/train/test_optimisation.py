@@ -50,6 +50,13 @@ def test_the_average_by_its_formula():
     assert parameter.tolist() == [5.0, -5.0]
 
 
+def test_master_copies_are_made_in_the_order_of_the_weights():
+    """In which they lie in memory, of which PyTorch then holds the same in every run."""
+    parameters = {f"weight {index}": nn.Parameter(torch.randn(2).bfloat16()) for index in range(20)}
+    optimisation = Optimisation(parameters, OptimiserOptions(), "no", CPU)
+    assert list(optimisation._masters) == list(parameters)
+
+
 def test_stochastic_rounding_is_right_on_average():
     value = 1 + 2**-8 * 0.3  # bfloat16 has steps of 2**-7 above 1
     rounded = round_stochastically(torch.full((200_000,), value), torch.Generator().manual_seed(0)).float()

@@ -1,5 +1,8 @@
 """A teacher's answers against the model itself, and its trajectories against a flow that is known exactly."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -107,6 +110,14 @@ def test_a_teacher_answers_in_its_own_precision_inside_of_a_students_autocast(mo
     with torch.autocast("cpu", dtype=torch.bfloat16):
         answer = teacher.answer(*question)
     torch.testing.assert_close(answer.velocity, direct(models[0], *question))
+
+
+def test_features_come_to_where_answers_do(models, question, monkeypatch):
+    """From wherever blocks compute: a placement brings back a model's result, and knows nothing of these."""
+    elsewhere = SimpleNamespace(to=lambda device: f"brought to {device}")
+    monkeypatch.setattr("wandistiller.train.teacher.tapped", lambda model, blocks: nullcontext([elsewhere for _ in blocks]))
+    teacher = Teacher(Shelf(models, boundary=0.1), torch.zeros(16, 32), device=CPU, dtype=torch.float32)
+    assert teacher.answer(*question, blocks=[0, 2]).features == ["brought to cpu"] * 2
 
 
 def test_taps_collect_in_order_and_leave_no_trace(models, question):
