@@ -82,17 +82,17 @@ class TextEncoding:
 
 @functools.lru_cache(maxsize=4)
 def text_phase(
-    encoder: nn.Module, hardware: Hardware, dtype: torch.dtype, *, is_streamed: bool | None = None, ranks: int = 1
+    encoder: nn.Module, hardware: Hardware, dtype: torch.dtype, *, placing: str | None = None, ranks: int = 1
 ) -> Phase:
     """Return the phase in which prompts are encoded, by so many ranks of a machine: on the card where there is room, else
     streamed to it.
 
-    ``is_streamed`` says it where it does not follow from the room.
+    ``placing`` says where, if that does not follow from the room: gpu, offload or cpu.
     """
     if next(encoder.parameters()).dtype != dtype:
         encoder = copy.deepcopy(encoder).to(dtype)
-    work = TextEncoding(encoder=encoder.eval(), placing="offload" if is_streamed else "gpu")
-    if is_streamed is None and hardware.card is not None:
+    work = TextEncoding(encoder=encoder.eval(), placing=placing or "gpu")
+    if placing is None and hardware.card is not None:
         room = Bytes(max(most_that_fits(hardware.room) - TEXT_ROOM, 0))
         host = Bytes(int(hardware.host_memory * HOST_SHARE))
         try:

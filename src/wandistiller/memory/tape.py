@@ -32,7 +32,7 @@ UPDATE = "update of "
 GIVEN = "given to "
 """What each block is compared with."""
 COMPARED = "comparison of "
-"""With that."""
+"""With that; played in the order of blocks, though it is done from the last on: one shares nothing with another."""
 
 
 @dataclass(frozen=True)

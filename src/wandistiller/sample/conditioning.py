@@ -119,8 +119,9 @@ def encode_first_frame(
 
     if inputs.replaces_first_frame and not inputs.is_needed:
         return {"first_frame": encode(frame)}
-    blank = frame.new_zeros(1, 3, geometry.frames - 1, geometry.height, geometry.width)
-    latents = encode(torch.cat([frame, blank], dim=2))
+    clip = frame.new_zeros(1, 3, geometry.frames, geometry.height, geometry.width)
+    clip[:, :, :1] = frame
+    latents = encode(clip)
     return {"extra_channels": torch.cat([_known_frames(latents, geometry), latents], dim=1)}
 
 

@@ -65,6 +65,8 @@ class Job:
     """Between the transformer's latents and the VAE's, where they have other channels."""
     max_text_tokens: int = TEXT_TOKENS
     """How much of a prompt the transformer is given."""
+    is_automatic: bool = False
+    """Whether ``auto`` has chosen where the transformer is; the text encoder may have no room there."""
 
     @property
     def num_samples(self) -> int:

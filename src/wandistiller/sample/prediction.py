@@ -18,11 +18,20 @@ from wandistiller.memory.works import Passes, foreseen_placing
 from wandistiller.models.devices import DTYPES
 from wandistiller.models.latents import latent_shape
 from wandistiller.models.shapes import Shapes
+from wandistiller.models.text_padding import TEXT_TOKENS
 from wandistiller.sample.geometry import check_geometry
 
+_TEXT_PLACES = {"gpu": "gpu", "offload": "offload", "disk": "offload", "cpu": "cpu"}
+"""Where the text encoder is by where the transformer is; elsewhere it is where there is room."""
 
-def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> Estimate:
-    """Return what ``sample`` takes."""
+
+def predict_sample(
+    config: SampleConfig, shapes: Shapes, hardware: Hardware, *, num_prompts: int | None = None, is_automatic: bool = False
+) -> Estimate:
+    """Return what ``sample`` takes; ``is_automatic`` says that where the transformer is was left to the program.
+
+    ``num_prompts`` is how many there are, if they are not in the configuration.
+    """
     if config.context_parallel > 1:
         raise UsageError(
             "There is no plan yet for ranks that compute a clip together.",
@@ -34,11 +43,12 @@ def predict_sample(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
     phases: list[Phase] = []
     encoder = shapes.text_encoder_model() if config.cond is None else None
     if encoder is not None:
-        streams = {"gpu": False, "offload": True, "disk": True}.get(config.placement_name)
-        phases.append(text_phase(encoder, hardware, _dtype(config.dtype, hardware), is_streamed=streams))
+        placing = None if is_automatic else _TEXT_PLACES.get(config.placement_name)
+        placing = placing if hardware.card is not None else "gpu"
+        phases.append(text_phase(encoder, hardware, _dtype(config.dtype, hardware), placing=placing))
     if config.image is not None:
         phases += _picture_phases(config, shapes, hardware)
-    phases.append(_denoising(config, denoising_work(config, shapes, hardware), hardware))
+    phases.append(_denoising(config, denoising_work(config, shapes, hardware, num_prompts=num_prompts), hardware))
     if config.wants_pixels:
         latents = latent_shape(shapes.vae, _pixels(config, shapes))
         dtype = _vae_dtype(config, hardware)
@@ -78,7 +88,7 @@ def _placing(config: SampleConfig) -> Placing:
     )
 
 
-def denoising_work(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> Passes:
+def denoising_work(config: SampleConfig, shapes: Shapes, hardware: Hardware, *, num_prompts: int | None = None) -> Passes:
     """Return what a solver does with the transformer; ``auto`` is the card until it has been chosen."""
     transformer, size = shapes.transformers[0], shapes.size
     latents = latent_shape(shapes.vae, _pixels(config, shapes))
@@ -93,9 +103,12 @@ def denoising_work(config: SampleConfig, shapes: Shapes, hardware: Hardware) -> 
         stored_dtype=shapes.stored_dtype,
     )
     scale = config.cfg_scale if config.cfg_scale is not None else size.guidance
-    # The solver holds noise, latents and a few velocities, in float32.
-    held = (4 * config.batch_size * torch.Size(latents).numel(),) * 6
-    return Passes(use=use, placing=_placing(config), passes=1 if scale == 1 else 2, held=held)
+    # The solver holds noise, latents and a few velocities of all samples, in float32; texts are there for each sample, too.
+    prompts = num_prompts or len(config.prompt) or 1
+    sizes = [4 * prompts * config.batch_size * torch.Size(latents).numel()] * 6
+    if prompts > 1:
+        sizes.append(prompts * (1 + config.batch_size) * TEXT_TOKENS * transformer["text_dim"] * use.dtype.itemsize)
+    return Passes(use=use, placing=_placing(config), passes=1 if scale == 1 else 2, held=tuple(sizes))
 
 
 def _denoising(config: SampleConfig, work: Passes, hardware: Hardware) -> Phase:

@@ -41,8 +41,13 @@ def find_remedies(job: Job, failure: Failure) -> Iterator[Remedy]:
 
 
 def _phase(job: Job, config: SampleConfig, hardware: Hardware, role: str) -> Phase:
-    phases = predict_sample(config, job.shapes, hardware).phases
+    phases = _predicted(job, config, hardware)
     return next((phase for phase in phases if phase.name == _PHASES[role]), phases[-1])
+
+
+def _predicted(job: Job, config: SampleConfig, hardware: Hardware) -> tuple[Phase, ...]:
+    count = len(job.prompts)
+    return predict_sample(config, job.shapes, hardware, num_prompts=count, is_automatic=job.is_automatic).phases
 
 
 def _saved(now: Phase, other: Phase, failure: Failure) -> Bytes:
@@ -94,12 +99,12 @@ def with_placement(job: Job, choice: Choice) -> Job:
     """Return a job whose weights are where ``auto`` has chosen."""
     stays = str(getattr(choice.placement, "resident", "auto"))
     chosen: dict[str, Any] = {"placement": choice.name, "resident": stays}
-    return replace(job, config=replace(job.config, **chosen))
+    return replace(job, config=replace(job.config, **chosen), is_automatic=True)
 
 
 def foresee(job: Job, hardware: Hardware) -> Phase:
     """Return the phase that holds most of the device, with the time of a solver's step and what takes that."""
-    phases = predict_sample(job.settled, job.shapes, hardware).phases
+    phases = _predicted(job, job.settled, hardware)
     step = next(phase for phase in phases if phase.name == "denoising")
     largest = max(phases, key=lambda phase: phase.reserved)
     return replace(largest, seconds=step.seconds * len(job.prompts), num_steps=step.num_steps, work=step.work)
@@ -108,7 +113,7 @@ def foresee(job: Job, hardware: Hardware) -> Phase:
 def beside_weights(job: Job) -> Bytes:
     """Return what a step will hold of the device beside the transformer's weights."""
     hardware = hardware_of(job.device, measures=False)
-    work = denoising_work(job.settled, job.shapes, hardware)
+    work = denoising_work(job.settled, job.shapes, hardware, num_prompts=len(job.prompts))
     taken = replace(work, placing=replace(work.placing, name="gpu")).phase(hardware).beside("transformer")
     return _shared_bytes(job, taken)
 

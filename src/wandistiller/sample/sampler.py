@@ -263,6 +263,7 @@ def _batch(texts: Sequence[Tensor], samples_each: int) -> Tensor:
 def _place_text_encoder(job: Job, encoder: nn.Module) -> None:
     """Put the text encoder where the transformer is going to be, as far as that makes sense for a model used once."""
     same = {"gpu": "gpu", "cpu": "cpu", "offload": "offload", "disk": "offload"}
+    same = {} if job.is_automatic else same
     name = "gpu" if job.device.type == "cpu" else same.get(placement_name(job), "auto")
     blocks = list(encoder.get_submodule("encoder.block"))
     choose_placement(name, resident=0, headroom=TEXT_ROOM).attach(Subject(model=encoder, blocks=blocks), job.device)

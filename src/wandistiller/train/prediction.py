@@ -166,8 +166,15 @@ def asking_phase(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixe
 def asking_work(config: DistillConfig, shapes: Shapes, hardware: Hardware, pixels: Pixels) -> Passes:
     """Return how the teacher is asked everything before training, on samples of a size."""
     use = _teacher(config, shapes, hardware, pixels)
+    # Along trajectories a solver holds noise, latents and a few velocities, in float32 as the texts.
+    num_latents = 6 if config.noisy_source == "trajectories" else 2
+    held = (4 * use.batch_size * math.prod(use.latent_shape),) * num_latents
     return Passes(
-        use=use, placing=_teacher_placing(config), passes=_teacher_passes(config), slices=_teacher_slices(config, hardware)
+        use=use,
+        placing=_teacher_placing(config),
+        passes=_teacher_passes(config),
+        held=(*held, 4 * use.batch_size * use.text_tokens * use.config["text_dim"]),
+        slices=_teacher_slices(config, hardware),
     )
 
 

@@ -13,10 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.config.transformer_training import TransformerTrainingConfig
 from wandistiller.data.buckets import AllOne, Bucket
+from wandistiller.data.encode import place_text_encoder
 from wandistiller.data.prompts import open_prompts
 from wandistiller.errors import UsageError
 from wandistiller.models.channel_adapter import ChannelAdapter
-from wandistiller.models.devices import find_dtype
+from wandistiller.models.devices import find_dtype, free_memory
 from wandistiller.models.latents import denormalise
 from wandistiller.models.load import load_model
 from wandistiller.models.pipeline import Pipeline
@@ -135,7 +136,9 @@ class Studio:
             prompts,
             device=self.device,
             dtype=find_dtype(config.dtype, self.device),
+            place=lambda encoder: place_text_encoder(encoder, self.device),  # beside what is trained
         ).float()
+        free_memory(self.device)
         text = trim_padding(text) if samples.trims_text else text
         shape = samples.latent_shape(_longest(samples.buckets))
         return [self._make(prompts, text, samples.empty_text, shape)]

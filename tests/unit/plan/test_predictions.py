@@ -15,13 +15,13 @@ from wandistiller.memory.estimates import Phase
 from wandistiller.memory.hardware import described
 from wandistiller.memory.out_of_memory import Failure
 from wandistiller.memory.tape import NUM_BLOCKS
-from wandistiller.models.shapes import Shapes
+from wandistiller.models.shapes import Shapes, find_shapes
 from wandistiller.models.sizes import SIZES, TINY_VAE
 from wandistiller.plan import run
 from wandistiller.plan.trial import Measured
 from wandistiller.plan.verify import Comparison
 from wandistiller.sample.prediction import denoising_work, predict_sample
-from wandistiller.train.prediction import distill_work, predict_distill, predict_train
+from wandistiller.train.prediction import asking_work, distill_work, predict_distill, predict_train
 from wandistiller.train.remedies import find_distill_remedies
 from wandistiller.train.vae_prediction import predict_train_vae
 from wandistiller.units import Bytes
@@ -205,3 +205,32 @@ _ENCODER = {
     "vocab_size": 250000,
     "feed_forward_proj": "gated-gelu",
 }
+
+
+def test_all_prompts_of_a_sampling_are_there_at_once():
+    """They take each step together: noise, latents and velocities of every sample, and its text."""
+    one, eight = (
+        denoising_work(SampleConfig(model="tiny", prompt=("a",) * count, batch_size=2), SHAPES, CARD) for count in (1, 8)
+    )
+    text = 512 * TINY["text_dim"] * 2
+    assert sum(eight.held) == 8 * sum(one.held) + 8 * (1 + 2) * text
+    assert denoising_work(SampleConfig(model="tiny", batch_size=2), SHAPES, CARD, num_prompts=8).held == eight.held
+
+
+def test_a_text_encoder_is_where_the_transformer_is_unless_auto_has_chosen_that():
+    """The 11 GiB of Wan's have no room on a card of 8 GB, on which the small transformer has."""
+    small, shapes = described(card="rtx4060", host_memory=Bytes(2**36)), find_shapes("wan2.1-1.3b")
+
+    def text(placement, **options):
+        return predict_sample(SampleConfig(placement=placement, prompt=("a",)), shapes, small, **options).phases[0]
+
+    assert text("gpu").reserved > small.room > text("gpu", is_automatic=True).reserved
+    assert text("auto").reserved == text("gpu", is_automatic=True).reserved
+    assert text("cpu").reserved < 2**27 and text("cpu").on_host > 10 * 2**30
+
+
+def test_a_teacher_that_is_asked_along_trajectories_has_a_solver_beside_it(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a\n")
+    config = DistillConfig(teacher_path="tiny", data_path=str(tmp_path / "prompts.txt"), rollout_batch=4, **SIZE)
+    work = asking_work(config, SHAPES, CARD, (1, 64, 64))
+    assert sum(work.held) == 6 * 4 * 4 * 8 * 8 * 8 + 4 * 4 * 512 * TINY["text_dim"]

@@ -88,7 +88,11 @@ def test_a_longest_clip_is_among_what_is_drawn(buckets, drawn):
     ],
 )
 def test_given_prompts_are_as_long_and_then_as_large_as_the_data(monkeypatch, buckets, shape):
-    monkeypatch.setattr(studio_module, "encode_prompts", lambda *parts, **how: torch.zeros(len(parts[2]), 3, 4))
+    def encode(*parts, **how):
+        assert how["place"] is not None, "it may have no room beside what is trained"
+        return torch.zeros(len(parts[2]), 3, 4)
+
+    monkeypatch.setattr(studio_module, "encode_prompts", encode)
     (found,) = make_studio(sample_prompts=("a cube", "a cone")).draw_prompts(Samples(buckets))
     assert (found.latent_shape, found.prompts) == (shape, ["a cube", "a cone"])
 
