@@ -109,35 +109,12 @@ class Training:
         if self._computes_on_host(hardware):
             return self._phase_on_host(hardware, name, num_steps)
         stage = Stage(name, hardware)
-        slices = self.slices(hardware)
-        # A slice's rank has a block's gradients whole until they are added up and cut, like one that sends them to the host.
-        student = self.compared.changed(is_streamed=self.placing.is_streamed or self.is_sliced)
-        computed = student.changed(comes_cast=True) if self.is_sliced and student.precision == "bf16" else student
-        if self.is_sliced:
-            stage.place_slices(student, slices)
-        else:
-            stage.place(student, self.placing, adds_gradients=self.accumulation > 1)
-        if self.teacher is not None and self.teacher_slices > 1:
-            stage.place_slices(self.teacher, self.teacher_slices)
-        elif self.teacher is not None:
-            stage.place(self.teacher, self.teacher_placing, is_guest=True)
-        scene, stepped = stage.scene, self.stepped
-        if student.pixels is not None:
-            scene.hold("vae", "weights", student.pixels.weights)
-        scene.hold(student.name, "optimiser", _cut(self.optimiser.masters(stepped), slices))
-        if self.averages:  # each where its weight is
-            scene.hold(student.name, "average", _cut([4 * each.numel() for each in stepped], slices))
-            stage.add(student.name, "average", "host", 4 * self.num_on_host)
-        if hardware.num_ranks > 1 or self.is_sliced:
-            gradients = [each.nbytes for each in stepped]
-            # DDP collects gradients in buckets beside them; slices of them stay for the optimiser.
-            scene.hold(student.name, "exchanged gradients", _cut(gradients, slices))
-        # All batches of a step are brought before its first.
-        scene.hold("", "batch", batch_bytes(student) * self.accumulation)
+        student = self._placed_student
+        self._place(stage, hardware)
         least = least_kept(student)
         if hardware.card is not None and least > 2 * hardware.card.memory:  # hopeless, and long to work out
-            scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
-            scene.hold(student.name, "kept activations", [least])
+            stage.scene.hold(student.name, "optimiser", self._cut(self.optimiser.state(self.stepped), hardware))
+            stage.scene.hold(student.name, "kept activations", [least])
             return replace(stage.finished(float("inf"), num_steps), is_least=True, work=self)
         trial = self._record(stage, hardware) if self.is_recorded else 0
         if trial:
@@ -145,32 +122,70 @@ class Training:
         if student.to_host:
             stage.add(student.name, "kept activations", "page-locked", _sent_bytes(student))
         for step in range(2):
-            given = self._ask(stage, hardware)
-            played = None if self.is_recorded else stage.play(computed, given=given, staying=self._resident)
-            if played is not None and self.accumulation > 1:
-                given = self._ask(stage, hardware, left_by(student, played))
-                scene.drop(stage.play_again(computed, played, given=given))
-            if played is not None and not self.is_sliced:
-                played = scene.exchange(played, student.name, "update", self.optimiser.masters(stepped))
-            else:
-                scene.hold(student.name, "update", _cut(self.optimiser.masters(stepped), slices))
-            if step == 0:  # while the first gradients are there
-                scene.hold(student.name, "optimiser", _cut(self.optimiser.state(stepped), slices))
-            scene.hold(student.name, "update", _cut(self.optimiser.scratch(stepped), slices))
-            stage.note(student.name, played)
-            if played is not None:
-                scene.drop(played)
-            scene.let_go(student.name, "update")
-            if (
-                self.recordings > 1 and trial
-            ):  # any shape may be the last, beside all others and what the optimiser keeps by then
+            self._play_step(stage, hardware, is_first=step == 0)
+            if self.recordings > 1 and trial:
+                # Any shape may be the last, beside all others and what the optimiser keeps by then.
                 self._try_out(stage, trial)
         if self.drawing is not None:
-            self.drawing.play(stage, _cut([each.nbytes for each in stepped], slices) if self.averages else [])
+            averaged = [each.nbytes for each in self.stepped] if self.averages else []
+            self.drawing.play(stage, self._cut(averaged, hardware))
         seconds = self.seconds(hardware)
         exchange = self.exchange_seconds(hardware) + self._num_passes * self._teacher_exchange(hardware)
         waits = seconds - self.seconds(hardware, waits=False) if exchange else 0.0
         return replace(stage.finished(seconds, num_steps), exchange=exchange, waits=waits, work=self)
+
+    @property
+    def _placed_student(self) -> Use:
+        # A slice's rank has a block's gradients whole until they are added up and cut, like one that sends them to the host.
+        return self.compared.changed(is_streamed=self.placing.is_streamed or self.is_sliced)
+
+    def _place(self, stage: Stage, hardware: Hardware) -> None:
+        """Put there what stays for all steps."""
+        scene, student, stepped = stage.scene, self._placed_student, self.stepped
+        if self.is_sliced:
+            stage.place_slices(student, self.slices(hardware))
+        else:
+            stage.place(student, self.placing, adds_gradients=self.accumulation > 1)
+        if self.teacher is not None and self.teacher_slices > 1:
+            stage.place_slices(self.teacher, self.teacher_slices)
+        elif self.teacher is not None:
+            stage.place(self.teacher, self.teacher_placing, is_guest=True)
+        if student.pixels is not None:
+            scene.hold("vae", "weights", student.pixels.weights)
+        scene.hold(student.name, "optimiser", self._cut(self.optimiser.masters(stepped), hardware))
+        if self.averages:  # each where its weight is
+            scene.hold(student.name, "average", self._cut([4 * each.numel() for each in stepped], hardware))
+            stage.add(student.name, "average", "host", 4 * self.num_on_host)
+        if hardware.num_ranks > 1 or self.is_sliced:
+            # DDP collects gradients in buckets beside them; slices of them stay for the optimiser.
+            scene.hold(student.name, "exchanged gradients", self._cut([each.nbytes for each in stepped], hardware))
+        # All batches of a step are brought before its first.
+        scene.hold("", "batch", batch_bytes(student) * self.accumulation)
+
+    def _play_step(self, stage: Stage, hardware: Hardware, *, is_first: bool) -> None:
+        """Take a step: batches one after the other, then the update."""
+        scene, student, stepped = stage.scene, self._placed_student, self.stepped
+        computed = student.changed(comes_cast=True) if self.is_sliced and student.precision == "bf16" else student
+        given = self._ask(stage, hardware)
+        played = None if self.is_recorded else stage.play(computed, given=given, staying=self._resident)
+        if played is not None and self.accumulation > 1:
+            given = self._ask(stage, hardware, left_by(student, played))
+            scene.drop(stage.play_again(computed, played, given=given))
+        if played is not None and not self.is_sliced:
+            played = scene.exchange(played, student.name, "update", self.optimiser.masters(stepped))
+        else:
+            scene.hold(student.name, "update", self._cut(self.optimiser.masters(stepped), hardware))
+        if is_first:  # while its gradients are there
+            scene.hold(student.name, "optimiser", self._cut(self.optimiser.state(stepped), hardware))
+        scene.hold(student.name, "update", self._cut(self.optimiser.scratch(stepped), hardware))
+        stage.note(student.name, played)
+        if played is not None:
+            scene.drop(played)
+        scene.let_go(student.name, "update")
+
+    def _cut(self, sizes: list[int], hardware: Hardware) -> list[int]:
+        """Return each tensor's slice; all of it where there are none."""
+        return [-(-size // self.slices(hardware)) for size in sizes]
 
     def _ask(self, stage: Stage, hardware: Hardware, there: Moment = NOTHING) -> Sequence[Made]:
         """Ask the teacher about a batch, beside what one before it has left; return what the student is compared with."""
@@ -387,11 +402,6 @@ class Passes:
         """Return the time of a step."""
         alone = forward_seconds(self.use, self.placing, hardware)
         return self.passes * max(alone, gathered_seconds(self.use, self.slices, hardware))
-
-
-def _cut(sizes: list[int], slices: int) -> list[int]:
-    """Return each tensor's slice."""
-    return [-(-size // slices) for size in sizes]
 
 
 def least_kept(use: Use) -> Bytes:
