@@ -482,7 +482,7 @@ def test_a_sampling_says_beforehand_what_limits_its_steps_whatever_is_largest():
     config = SampleConfig(model="wan2.1-1.3b", prompt=("x", "y"), output=Path("a.mp4"))
     shapes = find_shapes("wan2.1-1.3b")
     estimate = predict_sample(config, shapes, CARD)
-    found = foresee(SimpleNamespace(settled=config, shapes=shapes, prompts=config.prompt), CARD)
+    found = foresee(SimpleNamespace(settled=config, shapes=shapes, prompts=config.prompt, is_automatic=False), CARD)
     assert found.name == "decoding" and found.reserved == estimate.device
     assert found.seconds == 2 * estimate.step_seconds and limit_of(found, CARD) == "the card"
 
