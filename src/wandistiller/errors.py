@@ -57,9 +57,9 @@ class OutOfRoomError(WanDistillerError):
     """Memory of a device, of the host, or of a disk is used up."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
     """Return ``", did you mean 'x'?"`` for the known name closest to ``name``, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 

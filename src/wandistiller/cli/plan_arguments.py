@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,9 @@ def _check_names(flags: Sequence[str]) -> None:
     """Raise ``UsageError`` for what looks like a flag of the planner's own, and is none."""
     known = [flag_name(field.name) for field in dataclasses.fields(PlanConfig)]
     for flag in (each.partition("=")[0] for each in flags if each.startswith("--")):
-        close = difflib.get_close_matches(flag, known, n=1, cutoff=0.85)
+        close = nearest(flag, known, cutoff=0.85)
         if close and flag not in known:
-            raise UsageError(f"There is no flag {flag}; did you mean {close[0]}?", fix=f"Write {close[0]}, or leave it away.")
+            raise UsageError(f"There is no flag {flag}{close}", fix="Correct it, or leave it away.")
 
 
 def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:

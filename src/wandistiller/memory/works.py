@@ -185,7 +185,8 @@ class Training:
 
     def _cut(self, sizes: list[int], hardware: Hardware) -> list[int]:
         """Return each tensor's slice; all of it where there are none."""
-        return [-(-size // self.slices(hardware)) for size in sizes]
+        slices = self.slices(hardware)
+        return [-(-size // slices) for size in sizes]
 
     def _ask(self, stage: Stage, hardware: Hardware, there: Moment = NOTHING) -> Sequence[Made]:
         """Ask the teacher about a batch, beside what one before it has left; return what the student is compared with."""

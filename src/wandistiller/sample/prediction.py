@@ -43,8 +43,7 @@ def predict_sample(
     phases: list[Phase] = []
     encoder = shapes.text_encoder_model() if config.cond is None else None
     if encoder is not None:
-        placing = None if is_automatic else _TEXT_PLACES.get(config.placement_name)
-        placing = placing if hardware.card is not None else "gpu"
+        placing = text_placing(config, is_automatic=is_automatic) if hardware.card is not None else "gpu"
         phases.append(text_phase(encoder, hardware, _dtype(config.dtype, hardware), placing=placing))
     if config.image is not None:
         phases += _picture_phases(config, shapes, hardware)
@@ -56,6 +55,11 @@ def predict_sample(
         phases.append(decoding.phase(hardware))
     samples = Samples(frames, height, width, batch_size=config.batch_size)
     return Estimate(phases=tuple(phases), samples=samples, is_once=True)
+
+
+def text_placing(config: SampleConfig, *, is_automatic: bool) -> str | None:
+    """Return where the text encoder is, beside a card; None for where there is room."""
+    return None if is_automatic else _TEXT_PLACES.get(config.placement_name)
 
 
 def _pixels(config: SampleConfig, shapes: Shapes) -> tuple[int, int, int]:

@@ -40,6 +40,7 @@ from wandistiller.models.text_padding import cut_text, fold_padding, trim_paddin
 from wandistiller.models.vae_tiles import decode_tiled
 from wandistiller.sample.conditioning import Conditioning, encode_first_frame, encode_image_tokens, to_pixels
 from wandistiller.sample.job import Job, describe, prepare
+from wandistiller.sample.prediction import text_placing
 from wandistiller.sample.remedies import find_remedies, foresee, placement_options, with_placement
 from wandistiller.sample.sharing import PATIENCE_SECONDS
 from wandistiller.terminal import hushed, progress, say
@@ -262,9 +263,7 @@ def _batch(texts: Sequence[Tensor], samples_each: int) -> Tensor:
 
 def _place_text_encoder(job: Job, encoder: nn.Module) -> None:
     """Put the text encoder where the transformer is going to be, as far as that makes sense for a model used once."""
-    same = {"gpu": "gpu", "cpu": "cpu", "offload": "offload", "disk": "offload"}
-    same = {} if job.is_automatic else same
-    name = "gpu" if job.device.type == "cpu" else same.get(placement_name(job), "auto")
+    name = "gpu" if job.device.type == "cpu" else text_placing(job.config, is_automatic=job.is_automatic) or "auto"
     blocks = list(encoder.get_submodule("encoder.block"))
     choose_placement(name, resident=0, headroom=TEXT_ROOM).attach(Subject(model=encoder, blocks=blocks), job.device)
 

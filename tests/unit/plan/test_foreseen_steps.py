@@ -7,7 +7,6 @@ import torch
 from helpers.live_bytes import LiveBytes
 
 from wandistiller.data.loader import Batch
-from wandistiller.memory.hardware import described
 from wandistiller.memory.scene import Scene
 from wandistiller.memory.uses import PixelDecoder, Use
 from wandistiller.memory.works import Training
@@ -15,10 +14,8 @@ from wandistiller.models.sizes import SIZES, TINY_VAE
 from wandistiller.plan.trial_models import Ends, build_placed
 from wandistiller.plan.trial_steps import method_of, tensors_of
 from wandistiller.train.method import Role
-from wandistiller.units import Bytes
 
 CPU = torch.device("cpu")
-CARD = described(card="rtx4090", host_memory=Bytes(2**36))
 CONFIG = {**SIZES["tiny"].transformer, "num_layers": 4}
 USE = Use(name="student", config=CONFIG, latent_shape=(8, 3, 16, 16), batch_size=2, text_tokens=8, dtype=torch.float32)
 STUDENT = USE.changed(trains="everything")

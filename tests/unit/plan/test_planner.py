@@ -348,7 +348,7 @@ def test_what_is_hopeless_is_said_role_by_role(capsys):
         (["plan", "train", "--model", "wan2.1-1.3b", "--device", "tpu", *MACHINE], "--device tpu is not a device"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--device", "mps", *MACHINE], "no plan yet for --device mps"),
         (["plan", "train", "--model", "", *MACHINE], "nothing to plan without a model"),
-        (["plan", "train", "--model", "wan2.1-1.3b", "--gpuu", "24GiB"], "no flag --gpuu; did you mean --gpu?"),
+        (["plan", "train", "--model", "wan2.1-1.3b", "--gpuu", "24GiB"], "no flag --gpuu; did you mean '--gpu'?"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--write", "plan.txt"], "no TOML file"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--bus", "0GB/s"], "--bus 0GB/s would take for ever"),
         (["plan", "train", "--model", "wan2.1-1.3b", "--gpu", "0GiB"], "--gpu 0GiB is no memory"),
